@@ -1,0 +1,37 @@
+"""Trains, routes and scores an ensemble: `python launch/main.py --config=configs/soma_n4.py`.
+
+Any field of the config can be overridden: `--config.expert.updates=500`. Stopped at any moment, the
+same command goes on; finished, it says so.
+"""
+
+from pathlib import Path
+
+from absl import flags
+from ml_collections import config_flags
+
+from soma_jax import cli, config
+from soma_jax.errors import SomaError
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", str(Path(__file__).parent.parent / "configs" / "soma_n4.py"), "the run's settings"
+)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "where the run is kept [runs/NAME_OF_THE_CONFIG_FILE]"
+)
+
+
+def main() -> None:
+    resolved = config.resolve(_CONFIG.value)
+    cli.use_host_devices(resolved.run.host_devices)
+    from soma_jax import recipe  # after the devices are set: it brings JAX programs
+    from soma_jax.workdir import Workdir
+
+    file = config_flags.get_config_filename(flags.FLAGS["config"])
+    path = _WORKDIR.value if _WORKDIR.value is not None else f"runs/{Path(file).stem}"
+    if not path:
+        raise SomaError("--workdir is empty; name a directory")
+    recipe.run(resolved, Workdir(Path(path)))
+
+
+if __name__ == "__main__":
+    cli.run(main)

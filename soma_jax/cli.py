@@ -1,0 +1,57 @@
+"""What the commands in launch/ share: flags, devices, and how a failure is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app, flags, logging
+
+from soma_jax.errors import SomaError
+from soma_jax.interrupt import Interrupted
+
+
+def run(main: Callable[[], None]) -> None:
+    """Parses flags and runs a command.
+
+    Exit status: 0 done, 1 an unexpected error (with its traceback), 2 bad input or flags, 128 + n
+    stopped by signal n.
+    """
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.WARNING)  # Orbax tells every file it writes at INFO
+    try:
+        app.run(lambda argv: _checked(main, argv), flags_parser=_parse)
+    except SomaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    """absl's parser, with every complaint about a flag (also ml_collections') as one line."""
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        raise SomaError(f"{error}. Run with --help for the flags") from error
+
+
+def _checked(main: Callable[[], None], argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise SomaError(
+            f"stray words on the command line: {' '.join(argv[1:])}. Flags are --name=value"
+        )
+    try:
+        main()
+    except Interrupted as stop:
+        print(f"stopped by {stop}; run the same command again to go on", file=sys.stderr)
+        sys.exit(128 + stop.signum)
+
+
+def use_host_devices(count: int) -> None:
+    """Makes `count` CPU devices (0: one for each core this process may use), before JAX starts.
+
+    XLA does not spread the small products of a narrow expert over cores; devices do.
+    """
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", count or len(os.sched_getaffinity(0)))

@@ -1,0 +1,217 @@
+"""What can be configured, with units, defaults (the paper's where it gives one) and limits.
+
+A config file (configs/*.py) starts from `default_config()` and sets what differs; the command line
+overrides any field (`--config.expert.updates=500`); `resolve` turns the result into frozen
+dataclasses and refuses what is out of range before anything is read or compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from typing import Any
+
+import ml_collections
+
+from soma_jax import probes
+from soma_jax.errors import SomaError
+from soma_jax.model import ExpertConfig
+
+
+def _field(
+    default: Any,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    return dataclasses.field(
+        default=default, metadata={"at_least": at_least, "above": above, "below": below}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The expert's shape (paper, section 1)."""
+
+    width: int = _field(32, at_least=1)  # d
+    blocks: int = _field(2, at_least=1)  # D
+    embedding: int = _field(32, at_least=1)  # d_E, columns of the byte matrix E
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Corpora: a file, a directory, a glob, "embedded:train|valid|test" or "wikitext103:test"."""
+
+    train: str = "embedded:train"
+    valid: str = "embedded:valid"  # tracks the ensemble while it trains; never trained on
+    test: str = "embedded:test"
+    text_field: str = "text"  # field or column of .jsonl and .parquet files
+    chunk_bytes: int = _field(1024, at_least=1)  # the unit of clustering
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Text features and balanced spherical k-means (paper, section 3)."""
+
+    sample_chunks: int = _field(
+        400_000, at_least=1
+    )  # chunks the features and centroids are fitted on
+    max_features: int = _field(50_000, at_least=1)  # TF-IDF vocabulary
+    min_df: int = _field(5, at_least=1)  # a term must occur in this many sampled chunks
+    components: int = _field(128, at_least=1)  # of the truncated SVD
+    validation_share: float = _field(0.01, above=0, below=1)  # of a shard, for the plateau rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """How an expert is trained; the seed and the experts each have one."""
+
+    updates: int = _field(1000, at_least=0)  # optimizer steps
+    n_pert: int = _field(64, at_least=1)  # directions an update
+    probe: str = "sparse"  # law of a direction: a name in soma_jax.probes.LAWS
+    sequences: int = _field(64, at_least=1)  # B: windows a direction sees
+    own_batch: bool = (
+        False  # False: all directions share B windows (paper). True: each has its own B
+    )
+    window: int = _field(1024, at_least=1)  # T: predicted bytes a window
+    head_sequences: int = _field(
+        0, at_least=0
+    )  # windows for E's delta rule each update; 0 freezes E
+    learning_rate: float = _field(1e-3, at_least=0)  # 0 leaves the parameters as they are
+    eps: float = _field(1e-3, above=0)  # probe radius
+    decay_to: float = _field(1.0, above=0)  # rate and eps end at this part of their start (cosine)
+    floor: float = _field(1e-5, at_least=0)  # neither the rate nor eps is halved below this
+    patience: int = _field(1000, at_least=1)  # updates without improvement before both are halved
+    weight_decay: float = _field(1e-4, at_least=0)  # coupled: added to the estimate
+    b1: float = _field(0.9, at_least=0, below=1)  # Adam
+    b2: float = _field(0.999, at_least=0, below=1)
+    adam_eps: float = _field(1e-8, above=0)
+    validate_every: int = _field(50, at_least=1)  # updates between looks at the expert's validation
+    validation_windows: int = _field(64, at_least=1)  # at most, from the shard's validation part
+
+    @property
+    def windows_per_update(self) -> int:
+        """Windows an update reads: B, or n_pert B with a batch for each direction."""
+        return self.sequences * (self.n_pert if self.own_batch else 1)
+
+    @property
+    def byte_forwards_per_update(self) -> int:
+        """2 n_pert B T, and the unperturbed forwards of the delta rule."""
+        return (2 * self.n_pert * self.sequences + self.head_sequences) * self.window
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """The scoring protocol (paper, section 4)."""
+
+    documents: int = _field(4096, at_least=1)  # test documents, one window each
+    wikitext: bool = True  # also score the WikiText-103 test text
+    bootstrap: int = _field(10_000, at_least=1)  # draws for the 95% intervals
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How a run is carried out; may differ when it is resumed."""
+
+    host_devices: int = _field(0, at_least=0)  # CPU devices; 0: one for each core
+    chunk: int = _field(1, at_least=1)  # directions evaluated at once; more suits accelerators
+    log_every: int = _field(10, at_least=1)  # updates between metric lines
+    checkpoint_seconds: float = _field(60.0, above=0)  # between checkpoints
+    tensorboard: bool = False  # also write TensorBoard event files (extra "tensorboard")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything a run depends on."""
+
+    random_seed: int = _field(0, at_least=0, below=2**32)
+    experts: int = _field(4, at_least=1)  # N
+    active: int = _field(4, at_least=1)  # k experts score a window; at most N
+    model: Model = Model()
+    data: Data = Data()
+    cluster: Cluster = Cluster()
+    seed: Stage = Stage(learning_rate=2.5e-3, eps=2.5e-3, head_sequences=64)
+    expert: Stage = Stage(updates=10_000)
+    evaluation: Evaluation = Evaluation()
+    run: Run = Run()
+
+    @property
+    def expert_shape(self) -> ExpertConfig:
+        return ExpertConfig(**dataclasses.asdict(self.model))
+
+
+def default_config() -> ml_collections.ConfigDict:
+    """The paper's settings, as a ConfigDict that a config file changes and flags override."""
+    return ml_collections.ConfigDict(dataclasses.asdict(Config()))
+
+
+def resolve(config: ml_collections.ConfigDict) -> Config:
+    """Checks every field and freezes the config.
+
+    Raises:
+      SomaError: naming the field, its value and what it may be.
+    """
+    resolved = _build(Config, config.to_dict(), "config")
+    for name in ("seed", "expert"):
+        _check_stage(f"config.{name}", getattr(resolved, name))
+    return resolved
+
+
+def _build(cls: type, values: dict[str, Any], path: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    if unknown := sorted(set(values) - set(fields)):
+        raise SomaError(f"{path}.{unknown[0]} is not a field; {path} has {', '.join(fields)}")
+    arguments = {}
+    for name, field in fields.items():
+        if name not in values:
+            raise SomaError(f"{path}.{name} is missing")
+        where, value = f"{path}.{name}", values[name]
+        if dataclasses.is_dataclass(hints[name]):
+            if not isinstance(value, dict):
+                raise SomaError(f"{where} is a group of fields, not {value!r}")
+            arguments[name] = _build(typing.cast(type, hints[name]), value, where)
+        else:
+            arguments[name] = _check_value(where, value, hints[name], field.metadata)
+    return cls(**arguments)
+
+
+def _check_value(where: str, value: Any, kind: type, limits: Any) -> Any:
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise SomaError(f"{where} must be of type {kind.__name__}, not {value!r}")
+    if kind is float and not math.isfinite(value):
+        raise SomaError(f"{where} must be a finite number, not {value!r}")
+    for name, holds, words in (
+        ("at_least", lambda limit: value >= limit, "at least"),
+        ("above", lambda limit: value > limit, "above"),
+        ("below", lambda limit: value < limit, "below"),
+    ):
+        limit = limits.get(name)
+        if limit is not None and not holds(limit):
+            raise SomaError(f"{where} must be {words} {limit:g}, not {value!r}")
+    return value
+
+
+def _check_stage(path: str, stage: Stage) -> None:
+    if stage.probe not in probes.LAWS:
+        raise SomaError(
+            f"{path}.probe must be one of {', '.join(probes.LAWS)}, not {stage.probe!r}"
+        )
+    if stage.head_sequences > stage.windows_per_update:
+        raise SomaError(
+            f"{path}.head_sequences is {stage.head_sequences}, but an update reads only "
+            f"{stage.windows_per_update} windows"
+        )
+    if stage.patience % stage.validate_every:
+        raise SomaError(
+            f"{path}.patience ({stage.patience}) must be a multiple of {path}.validate_every "
+            f"({stage.validate_every}): the rule looks when the expert is validated"
+        )
+    tiny = 2.0**-20  # smaller steps round away on float32 weights of order 1
+    if stage.eps * stage.decay_to < tiny:
+        raise SomaError(
+            f"{path}.eps falls to {stage.eps * stage.decay_to:g}; float32 weights need {tiny:.2g}"
+        )

@@ -1,0 +1,1 @@
+"""Documents on disk -> one flat store of bytes -> the training windows of each shard."""

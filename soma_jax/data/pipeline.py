@@ -1,0 +1,84 @@
+"""The training windows of a shard, as a Grain dataset."""
+
+import sys
+
+import grain
+import numpy as np
+from grain.experimental import index_shuffle
+
+from soma_jax.data.store import Store
+from soma_jax.errors import SomaError
+
+
+def shard_windows(
+    store: Store, chunk_ids: np.ndarray, *, length: int, batch: int, seed: int
+) -> grain.MapDataset:
+    """An endless dataset of training batches, `ds[step]`: uint8 [batch, length].
+
+    Each epoch visits every chunk of the shard once, in a new order, and starts a window at a random
+    byte of the chunk. A window that would leave its document is moved back to end with it; a
+    document shorter than `length` is read from its start on into the next one (the last ones of
+    the store are moved back). `ds[step]` is a pure function of the store and the arguments, so a
+    run resumes at any step, and iteration gives the same batches as indexing.
+
+    Args:
+      store: the chunk store.
+      chunk_ids: the shard, integers [chunks]: numbers of chunks in the store. It may be smaller
+        than a batch, which then spans several epochs.
+      length: bytes in a window (T + 1 for T predictions).
+      batch: windows in a batch.
+      seed: of the orders and the starts, 0 <= seed < 2**32; give each expert its own.
+
+    Raises:
+      SomaError: an empty shard, a chunk that is not in the store, a store shorter than a window, or
+        an argument out of range.
+    """
+    chunk_ids = np.asarray(chunk_ids)
+    if chunk_ids.ndim != 1 or not len(chunk_ids) or chunk_ids.dtype.kind not in "iu":
+        raise SomaError(
+            f"A shard is a flat, non-empty integer array of chunk numbers; got {chunk_ids.dtype} "
+            f"{list(chunk_ids.shape)}. With few chunks, use fewer experts."
+        )
+    if chunk_ids.min() < 0 or chunk_ids.max() >= store.n_chunks:
+        raise SomaError(f"A shard has chunks outside 0..{store.n_chunks - 1} of {store.directory}.")
+    if length < 1 or batch < 1:
+        raise SomaError(f"length={length}, batch={batch}: both are at least 1.")
+    if store.n_bytes < length:
+        raise SomaError(
+            f"{store.directory}: {store.n_bytes} bytes, shorter than one window of {length}. "
+            "Use a shorter context or a larger corpus."
+        )
+    if not 0 <= seed < 2**32:
+        raise SomaError(f"seed={seed}: needs 0 <= seed < 2**32.")
+
+    n_chunks = len(chunk_ids)
+    # Epoch e is shuffled with seed + e, so that without a hash the orders of expert s + 1 would be
+    # those of expert s one epoch late.
+    order_seed, start_seed = map(int, np.random.SeedSequence(seed).generate_state(2))
+
+    def visit(step: int) -> np.ndarray:
+        # The order of range(n_chunks).shuffle(order_seed).repeat().batch(batch), which spends three
+        # times as long in wrappers around each element. `index_shuffle` is a permutation computed
+        # entry by entry: no order is ever held in memory.
+        return chunk_ids[
+            [
+                index_shuffle(i % n_chunks, n_chunks - 1, (order_seed + i // n_chunks) % 2**32, 4)
+                for i in range(step * batch, (step + 1) * batch)
+            ]
+        ]
+
+    def draw(ids: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        starts = store.chunks[ids] + rng.integers(0, store.chunk_sizes(ids))
+        return store.windows(place(starts, store, length), length)
+
+    steps = grain.MapDataset.range(sys.maxsize // batch)
+    return steps.map(visit).random_map(draw, seed=start_seed)
+
+
+def place(starts: np.ndarray, store: Store, length: int) -> np.ndarray:
+    """Moves window starts, int64 [n], back so that each window ends within its document; a window
+    of a shorter document starts with it, or ends with the store."""
+    document = np.searchsorted(store.offsets, starts, side="right")
+    first, end = store.offsets[document - 1], store.offsets[document]
+    within = np.maximum(first, np.minimum(starts, end - length))
+    return np.minimum(within, store.n_bytes - length)

@@ -1,0 +1,143 @@
+"""One expert: its state, its update, its own validation. Pure functions, alone by construction.
+
+An expert's trajectory depends on its settings, the parameters it starts from, its windows and its
+key, and on nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from soma_jax import model, optimizers
+from soma_jax.config import Stage
+from soma_jax.head import delta_rule
+
+
+@flax.struct.dataclass
+class ExpertState:
+    """All that an expert's next update depends on, and all that a checkpoint holds."""
+
+    params: model.Params
+    body_optimizer: Any
+    head_optimizer: Any  # None when E is frozen
+    plateau: Any
+    update: jax.Array  # int32 []: updates done
+    failed: jax.Array  # int32 []: the update at which the loss was not finite, or -1
+
+
+@flax.struct.dataclass
+class Batch:
+    """The windows of one update of one expert, uint8."""
+
+    probes: jax.Array  # [B, T + 1], or [n_pert, B, T + 1] with a batch for each direction
+    head: jax.Array  # [head_sequences, T + 1], some of the same windows
+
+
+def split_batch(windows: Any, stage: Stage) -> Batch:
+    """Arranges windows [..., windows_per_update, T + 1] for an update."""
+    leading, length = windows.shape[:-2], windows.shape[-1]
+    shape = (stage.n_pert, stage.sequences) if stage.own_batch else (stage.sequences,)
+    return Batch(
+        probes=windows.reshape(*leading, *shape, length),
+        head=windows[..., : stage.head_sequences, :],
+    )
+
+
+def init_state(params: model.Params, stage: Stage) -> ExpertState:
+    """A fresh optimizer around given parameters (the seed's, for a branch)."""
+    return ExpertState(
+        params=params,
+        body_optimizer=optimizers.body(stage).init(params["body"]),
+        head_optimizer=optimizers.head(stage).init(params["head"])
+        if stage.head_sequences
+        else None,
+        plateau=optimizers.plateau(stage).init(params["body"]),
+        update=jnp.zeros((), jnp.int32),
+        failed=jnp.full((), -1, jnp.int32),
+    )
+
+
+def update(
+    state: ExpertState,
+    batch: Batch,
+    key: jax.Array,
+    stage: Stage,
+    *,
+    chunk: int = 1,
+    axis_name: str | None = None,
+) -> tuple[ExpertState, jax.Array]:
+    """One optimizer step: the body by SPSA, E by the delta rule (paper, section 2).
+
+    A step that is not finite is not taken: the state stays as it was, and `failed` says when.
+
+    Args:
+      state: the expert.
+      batch: its windows.
+      key: the expert's key; the update's own is folded in here.
+      stage: settings.
+      chunk: directions evaluated at once.
+      axis_name: the mesh axis over which directions (and the head's windows) are split, if any.
+
+    Returns:
+      The next state and the mean loss [] of the update's perturbed forwards, nats/byte.
+    """
+    params = state.params
+
+    def at_now(optimizer: Any) -> Any:
+        rates = {
+            name: optimizers.scaled(stage, getattr(stage, name), state.plateau.scale, state.update)
+            for name in optimizer.hyperparams
+        }
+        return optimizer._replace(hyperparams=rates)
+
+    def value_fn(body: Any, windows: jax.Array) -> jax.Array:
+        return model.sequence_losses({"head": params["head"], "body": body}, windows)
+
+    step, body_optimizer = optimizers.body(stage, chunk=chunk, axis_name=axis_name).update(
+        params["body"],
+        at_now(state.body_optimizer),
+        params["body"],
+        value_fn=value_fn,
+        key=jax.random.fold_in(key, state.update),
+        batch=batch.probes,
+    )
+    loss = body_optimizer.inner_state[0].loss
+    new_params = {"head": params["head"], "body": optax.apply_updates(params["body"], step)}
+    head_optimizer = state.head_optimizer
+    if stage.head_sequences:
+        gradient, _ = delta_rule(params, batch.head)
+        if axis_name is not None:
+            gradient = jax.lax.pmean(gradient, axis_name)
+        step, head_optimizer = optimizers.head(stage).update(
+            gradient, at_now(head_optimizer), params["head"]
+        )
+        new_params["head"] = optax.apply_updates(params["head"], step)
+
+    finite = jnp.isfinite(loss)
+    for leaf in jax.tree.leaves(new_params):
+        finite &= jnp.isfinite(leaf).all()
+    alive = state.failed < 0
+    good = finite & alive
+    new_state = state.replace(
+        params=new_params,
+        body_optimizer=body_optimizer,
+        head_optimizer=head_optimizer,
+        update=state.update + 1,
+    )
+    new_state = jax.tree.map(lambda new, old: jnp.where(good, new, old), new_state, state)
+    failed = jnp.where(alive & ~finite, state.update, state.failed)
+    return new_state.replace(failed=failed), loss
+
+
+def validate(
+    state: ExpertState, windows_WxL: jax.Array, stage: Stage
+) -> tuple[ExpertState, jax.Array]:
+    """The expert's loss on its own validation windows [], which drives its plateau rule."""
+    loss = model.sequence_losses(state.params, windows_WxL).mean()
+    _, plateau = optimizers.plateau(stage).update({}, state.plateau, value=loss)
+    return state.replace(plateau=plateau), loss

@@ -1,0 +1,47 @@
+"""Small files that are complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from soma_jax.errors import SomaError
+
+
+@contextmanager
+def naming_the_disk(path: Path) -> Iterator[None]:
+    """Turns an OSError while writing `path` (a full disk, no permission) into a SomaError."""
+    try:
+        yield
+    except OSError as error:
+        raise SomaError(
+            f"cannot write {path}: {error.strerror or error}. Make room or choose another --workdir, "
+            "then run the same command again: it goes on from what is complete"
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file by way of a temporary one beside it."""
+    with naming_the_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SomaError(f"cannot read {path}: {error}") from error

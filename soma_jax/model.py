@@ -1,0 +1,163 @@
+"""The expert: a byte-level pre-norm LSTM language model, as pure functions on a pytree (paper, section 1).
+
+Bytes in, bytes out. One matrix E (256 x d_E) embeds and decodes; the body is `blocks` residual
+blocks of width d:
+
+    x += LSTM(LN(x));   x += W2 GELU(W1 LN(x))
+
+There is no bias anywhere. Nothing here knows about perturbations: an estimator calls these
+functions under `jax.vmap` with perturbed parameters.
+
+Shape letters: B sequences, L = T + 1 bytes of a window, T predicted bytes, d width, V = 256 bytes.
+Activations are time-major, [T, B, d]: the recurrence then scans the leading axis and every other
+product is one large matrix product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+VOCABULARY = 256
+
+Params = dict[str, Any]  # {"head": E [V, d_E], "body": {...}}
+State = list[tuple[jax.Array, jax.Array]]  # per block: LSTM output h and cell c, each [B, d]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertConfig:
+    """Shape of an expert: width d, number of residual blocks D, embedding width d_E."""
+
+    width: int = 32
+    blocks: int = 2
+    embedding: int = 32
+
+    @property
+    def body_parameters(self) -> int:
+        """16 D d^2 + (2D + 1) d, and 2 d_E d for the projections when d != d_E."""
+        d, blocks = self.width, self.blocks
+        projections = 2 * self.embedding * d if d != self.embedding else 0
+        return 16 * blocks * d**2 + (2 * blocks + 1) * d + projections
+
+    @property
+    def head_parameters(self) -> int:
+        return VOCABULARY * self.embedding
+
+    @property
+    def operations_per_byte(self) -> int:
+        """Matrix-product operations of one forward of one byte; a multiply-add is two."""
+        matrices = self.body_parameters - (2 * self.blocks + 1) * self.width
+        return 2 * (matrices + self.head_parameters)
+
+
+def init(key: jax.Array, config: ExpertConfig) -> Params:
+    """Draws an expert: matrices N(0, 1/fan_in), LayerNorm gains 1 (the paper does not state it)."""
+    d, d_e = config.width, config.embedding
+    keys = iter(jax.random.split(key, 4 * config.blocks + 3))
+
+    def matrix(rows: int, columns: int) -> jax.Array:
+        return jax.random.normal(next(keys), (rows, columns)) / jnp.sqrt(rows)
+
+    # E is drawn for its use as a decoder, whose fan-in is d_E.
+    params: Params = {"head": matrix(d_e, VOCABULARY).T, "body": {"blocks": []}}
+    for _ in range(config.blocks):
+        params["body"]["blocks"].append(
+            {
+                "lstm_gain": jnp.ones(d),
+                "lstm_input": matrix(d, 4 * d),
+                "lstm_recurrent": matrix(d, 4 * d),
+                "mlp_gain": jnp.ones(d),
+                "mlp_in": matrix(d, 4 * d),
+                "mlp_out": matrix(4 * d, d),
+            }
+        )
+    params["body"]["final_gain"] = jnp.ones(d)
+    if d != d_e:
+        params["body"]["input_projection"] = matrix(d_e, d)
+        params["body"]["output_projection"] = matrix(d, d_e)
+    return params
+
+
+def layer_norm(x: jax.Array, gain: jax.Array) -> jax.Array:
+    """LayerNorm over the last axis with a gain and no bias."""
+    x = x - x.mean(-1, keepdims=True)
+    return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5) * gain
+
+
+def lstm(
+    block: Params, x_TxBxd: jax.Array, state: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """An LSTM without bias; gates are laid out [input, forget, candidate, output]."""
+    d = x_TxBxd.shape[-1]
+    # sigmoid(x) = (1 + tanh(x/2)) / 2 makes all four gates one tanh over one contiguous array:
+    # on a CPU the activations cost more than the products, and this halves them.
+    half = jnp.array([0.5, 0.5, 1.0, 0.5], x_TxBxd.dtype)[:, None]
+
+    def step(carry, x_Bx4d):
+        h, c = carry
+        gates = (x_Bx4d + h @ block["lstm_recurrent"]).reshape(*h.shape[:-1], 4, d)
+        tanh = jnp.tanh(gates * half)
+        sigmoid = 0.5 + 0.5 * tanh
+        c = sigmoid[..., 1, :] * c + sigmoid[..., 0, :] * tanh[..., 2, :]
+        h = sigmoid[..., 3, :] * jnp.tanh(c)
+        return (h, c), h
+
+    state, h_TxBxd = lax.scan(step, state, x_TxBxd @ block["lstm_input"])
+    return h_TxBxd, state
+
+
+def initial_state(params: Params, sequences: int) -> State:
+    """The zero state from which every window starts."""
+    blocks = params["body"]["blocks"]
+    return [
+        (jnp.zeros((sequences, b["lstm_recurrent"].shape[0]), b["lstm_recurrent"].dtype),) * 2
+        for b in blocks
+    ]
+
+
+def features(
+    params: Params, ids_BxT: jax.Array, state: State | None = None
+) -> tuple[jax.Array, State]:
+    """Everything before the decoder: integer bytes [B, T] to features [T, B, d_E] and the state."""
+    body = params["body"]
+    state = initial_state(params, ids_BxT.shape[0]) if state is None else state
+    x = params["head"][ids_BxT.T]
+    if "input_projection" in body:
+        x = x @ body["input_projection"]
+    new_state = []
+    for block, block_state in zip(body["blocks"], state, strict=True):
+        h, block_state = lstm(block, layer_norm(x, block["lstm_gain"]), block_state)
+        x = x + h
+        hidden = layer_norm(x, block["mlp_gain"]) @ block["mlp_in"]
+        x = x + jax.nn.gelu(hidden, approximate=False) @ block["mlp_out"]
+        new_state.append(block_state)
+    x = layer_norm(x, body["final_gain"])
+    if "output_projection" in body:
+        x = x @ body["output_projection"]
+    return x, new_state
+
+
+def apply(
+    params: Params, ids_BxT: jax.Array, state: State | None = None
+) -> tuple[jax.Array, State]:
+    """Next-byte logits [B, T, V] for integer bytes [B, T], and the state to go on from."""
+    h_TxBxe, state = features(params, ids_BxT, state)
+    return (h_TxBxe @ params["head"].T).swapaxes(0, 1), state
+
+
+def byte_losses(params: Params, window_BxL: jax.Array) -> jax.Array:
+    """Next-byte cross-entropy in nats of windows of L = T + 1 bytes, [B, T], in float32."""
+    window = window_BxL.astype(jnp.int32)
+    h_TxBxe, _ = features(params, window[:, :-1])
+    logits = (h_TxBxe @ params["head"].T).astype(jnp.float32)
+    target = jnp.take_along_axis(logits, window[:, 1:].T[..., None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(logits, axis=-1) - target).T
+
+
+def sequence_losses(params: Params, window_BxL: jax.Array) -> jax.Array:
+    """Mean next-byte cross-entropy of each window, [B], nats/byte."""
+    return byte_losses(params, window_BxL).mean(-1)

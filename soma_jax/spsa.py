@@ -1,0 +1,136 @@
+"""SPSA: a gradient estimate from forward passes only, as an optax transformation.
+
+For directions z_1 ... z_n and the probe radius eps (paper, Eq. 2 and 8):
+
+    g = 1/n sum_j [L(theta + eps z_j) - L(theta - eps z_j)] / (2 eps) * z_j
+
+This file needs jax and optax only (and a probe law), and works on any pytree and any loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+PyTree = Any
+
+
+class SPSAState(NamedTuple):
+    """State of `spsa`."""
+
+    loss: jax.Array  # float32 []: mean loss over the last update's 2 n_pert perturbed forwards
+
+
+def _add_scaled(params: PyTree, scale: jax.Array | float, direction: PyTree) -> PyTree:
+    return jax.tree.map(lambda p, z: p + jnp.asarray(scale, p.dtype) * z, params, direction)
+
+
+def spsa(
+    n_pert: int,
+    eps: jax.Array | float,
+    *,
+    law: Callable[[jax.Array, PyTree], PyTree],
+    own_batch: bool = False,
+    chunk: int = 1,
+    axis_name: str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Replaces the updates by a simultaneous-perturbation estimate of the gradient.
+
+    Both signs of a direction see the same batch, and their losses are subtracted sequence by
+    sequence in float32 (float64 where the loss is) before they are averaged. Directions are made from
+    keys when they are needed and never held more than `chunk` at a time.
+
+    Args:
+      n_pert: number of directions an update.
+      eps: probe radius; may be traced (`optax.inject_hyperparams`).
+      law: `law(key, params) -> z`, a direction shaped like the parameters (`soma_jax.probes`).
+      own_batch: False, all directions share the batch (the paper). True, direction j sees
+        `batch[j]` alone: the same number of forwards sees n_pert times the data.
+      chunk: directions evaluated at once by `jax.vmap`; a matter of speed and memory only.
+      axis_name: a `jax.shard_map` axis over which the directions are split (the paper's DDPP): each
+        device evaluates n_pert / axis size of them and the estimates are averaged. With `own_batch`
+        a device gets its own directions' part of the batch.
+
+    Returns:
+      A transformation whose `update(updates, state, params, *, value_fn, key, batch=None)` ignores
+      `updates` and needs `params`. `value_fn(params, batch)` returns losses, a scalar or an array
+      over sequences. `key` must be new for each update.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from soma_jax import probes
+      >>> tx = optax.chain(spsa(64, 1e-3, law=probes.dense_rademacher), optax.scale(-0.1))
+      >>> x = {"w": jnp.ones(3)}
+      >>> state = tx.init(x)
+      >>> loss = lambda x, batch: (x["w"] ** 2).sum()
+      >>> step, state = tx.update(x, state, x, value_fn=loss, key=jax.random.key(0))
+      >>> bool(loss(optax.apply_updates(x, step), None) < loss(x, None))
+      True
+
+    References:
+      Spall, "Multivariate stochastic approximation using a simultaneous perturbation gradient
+      approximation", 1992; "Scaling Zero-Order Pretraining Through Model Sharding", section 2.
+    """
+    if n_pert < 1 or chunk < 1:
+        raise ValueError(f"n_pert and chunk must be at least 1, not {n_pert} and {chunk}")
+
+    def init(params: PyTree) -> SPSAState:
+        del params
+        return SPSAState(loss=jnp.zeros((), jnp.float32))
+
+    def update(
+        updates: PyTree,
+        state: SPSAState,
+        params: PyTree | None = None,
+        *,
+        value_fn: Callable[[PyTree, Any], jax.Array],
+        key: jax.Array,
+        batch: Any = None,
+        **extra: Any,
+    ) -> tuple[PyTree, SPSAState]:
+        del updates, state, extra
+        if params is None:
+            raise ValueError("spsa needs params: call update(updates, state, params, ...)")
+        devices = 1 if axis_name is None else lax.axis_size(axis_name)
+        if n_pert % devices:
+            raise ValueError(f"n_pert={n_pert} cannot be split over {devices} devices evenly")
+        mine = n_pert // devices
+        first = 0 if axis_name is None else lax.axis_index(axis_name) * mine
+
+        def probe(j: jax.Array, batch_j: Any) -> tuple[PyTree, jax.Array, jax.Array]:
+            """Direction j, its finite difference and its mean loss."""
+            z = law(jax.random.fold_in(key, j), params)
+            losses = jax.vmap(lambda sign: value_fn(_add_scaled(params, sign * eps, z), batch_j))(
+                jnp.array([1.0, -1.0])
+            )
+            return z, (losses[0] - losses[1]).mean() / (2 * eps), losses.mean()
+
+        def add_chunk(total, xs):
+            js, batches = xs
+            z, difference, loss = jax.vmap(probe, in_axes=(0, 0 if own_batch else None))(
+                js, batches if own_batch else batch
+            )
+            estimate = jax.tree.map(
+                lambda g, z: g + jnp.tensordot(difference.astype(z.dtype), z, 1), total[0], z
+            )
+            return (estimate, total[1] + loss.sum().astype(jnp.float32)), None
+
+        # Chunks of equal size: the largest divisor of our share that is at most `chunk`.
+        size = max(c for c in range(1, min(chunk, mine) + 1) if mine % c == 0)
+        split = lambda x: x.reshape(mine // size, size, *x.shape[1:])  # noqa: E731
+        xs = (split(first + jnp.arange(mine)), jax.tree.map(split, batch) if own_batch else None)
+        zero = (jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32))
+        if axis_name is not None:  # what is summed differs from device to device
+            zero = jax.tree.map(lambda x: lax.pcast(x, axis_name, to="varying"), zero)
+        total, _ = lax.scan(add_chunk, zero, xs)
+        if axis_name is not None:
+            total = lax.psum(total, axis_name)
+        estimate, loss = jax.tree.map(lambda x: x / n_pert, total)
+        return estimate, SPSAState(loss=loss)
+
+    return optax.GradientTransformationExtraArgs(init, update)

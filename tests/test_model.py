@@ -1,0 +1,223 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from soma_jax import model
+from soma_jax.model import ExpertConfig
+
+TINY = ExpertConfig(width=8, blocks=2, embedding=6)  # 6 != 8: with projections
+apply, byte_losses = jax.jit(model.apply), jax.jit(model.byte_losses)
+
+
+def shapes(config: ExpertConfig) -> model.Params:
+    return jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+
+
+def random_expert(config: ExpertConfig, seed: int = 0) -> model.Params:
+    """An expert of ordinary size whose gains are not 1, so that a forgotten gain shows."""
+    rng = np.random.default_rng(seed)
+
+    def draw(x):
+        scale, mean = (0.2, 1) if x.ndim == 1 else (x.shape[0] ** -0.5, 0)
+        return jnp.asarray(rng.normal(mean, scale, x.shape), x.dtype)
+
+    return jax.tree.map(draw, shapes(config))
+
+
+def random_bytes(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(256, size=shape, dtype=np.uint8)
+
+
+def to_float64(params: model.Params) -> model.Params:
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+
+# Size
+
+
+@pytest.mark.parametrize(
+    ("width", "blocks", "embedding"), [(32, 2, 32), (4, 1, 4), (5, 3, 2), (3, 2, 7), (48, 2, 32)]
+)
+def test_parameter_formulas_count_the_leaves(width, blocks, embedding):
+    config = ExpertConfig(width, blocks, embedding)
+    params = shapes(config)
+    assert sum(x.size for x in jax.tree.leaves(params["body"])) == config.body_parameters
+    assert params["head"].shape == (256, embedding)
+    assert params["head"].size == config.head_parameters
+
+
+def test_default_expert_is_the_papers():
+    assert ExpertConfig().body_parameters == 32_928
+    assert ExpertConfig().operations_per_byte == 81_920
+
+
+@pytest.mark.parametrize(
+    ("experts", "width", "heads", "total"),
+    [
+        (1, 509, 1, "8.33M"),
+        (2, 361, 2, "8.41M"),
+        (8, 181, 8, "8.55M"),
+        (256, 32, 1, "8.44M"),
+        (4, 32, 1, "0.14M"),
+    ],
+)
+def test_ensembles_have_the_papers_sizes(experts, width, heads, total):
+    config = ExpertConfig(width=width)
+    parameters = experts * config.body_parameters + heads * config.head_parameters
+    assert f"{parameters / 1e6:.2f}M" == total
+
+
+def test_matrices_start_with_variance_one_over_fan_in_and_gains_at_one():
+    params = model.init(jax.random.key(0), ExpertConfig(width=48, blocks=1, embedding=40))
+    body, (block,) = params["body"], params["body"]["blocks"]
+    fan_in = {
+        40: [params["head"], body["input_projection"]],
+        48: [block["lstm_input"], block["lstm_recurrent"], block["mlp_in"]],
+        192: [block["mlp_out"]],
+    }
+    fan_in[48].append(body["output_projection"])
+    for rows, matrices in fan_in.items():
+        for x in matrices:
+            # The standard error of a normal sample's variance is sqrt(2 / size) of it.
+            assert float((x**2).mean()) * rows == pytest.approx(1, abs=5 * math.sqrt(2 / x.size))
+            assert abs(float(x.mean())) * math.sqrt(rows * x.size) < 5
+    for gain in (block["lstm_gain"], block["mlp_gain"], body["final_gain"]):
+        np.testing.assert_array_equal(gain, 1)
+    flat = np.sort(np.concatenate([np.ravel(x)[:8] for m in fan_in.values() for x in m]))
+    assert np.diff(flat).min() > 0  # no two matrices share their numbers
+
+
+# What it computes
+
+
+def torch_logits(params: model.Params, ids: np.ndarray) -> np.ndarray:
+    """The same expert in PyTorch's own modules, in float64."""
+    torch = pytest.importorskip("torch")
+    tensor = lambda x: torch.tensor(np.asarray(x, np.float64))  # noqa: E731
+
+    def norm(x, gain):
+        module = torch.nn.LayerNorm(x.shape[-1], bias=False, dtype=torch.float64)
+        module.weight.data = tensor(gain)
+        return module(x)
+
+    body, head = params["body"], tensor(params["head"])
+    with torch.no_grad():
+        x = torch.nn.functional.embedding(torch.tensor(ids.astype(np.int64)), head)
+        if "input_projection" in body:
+            x = x @ tensor(body["input_projection"])
+        for block in body["blocks"]:
+            d = x.shape[-1]
+            module = torch.nn.LSTM(d, d, bias=False, batch_first=True, dtype=torch.float64)
+            module.weight_ih_l0.data = tensor(block["lstm_input"]).T.contiguous()
+            module.weight_hh_l0.data = tensor(block["lstm_recurrent"]).T.contiguous()
+            x = x + module(norm(x, block["lstm_gain"]))[0]
+            hidden = torch.nn.GELU()(norm(x, block["mlp_gain"]) @ tensor(block["mlp_in"]))
+            x = x + hidden @ tensor(block["mlp_out"])
+        x = norm(x, body["final_gain"])
+        if "output_projection" in body:
+            x = x @ tensor(body["output_projection"])
+        return (x @ head.T).numpy()
+
+
+@pytest.mark.parametrize("width", [32, 48])
+def test_logits_equal_an_implementation_in_torch(width):
+    params, ids = random_expert(ExpertConfig(width=width)), random_bytes(3, 9)
+    logits, _ = apply(params, ids)
+    assert logits.shape == (3, 9, 256)
+    # Logits reach about 10 here: float32's own rounding is below 1e-5.
+    np.testing.assert_allclose(logits, torch_logits(params, ids), rtol=1e-5, atol=1e-5)
+
+
+def loop_losses(params: model.Params, windows: np.ndarray) -> np.ndarray:
+    """The cross-entropy one window, one byte and one block at a time, in float64."""
+    params = to_float64(params)
+    body, head = params["body"], params["head"]
+    sigmoid = lambda v: 1 / (1 + np.exp(-v))  # noqa: E731
+    gelu = np.vectorize(lambda v: v * (1 + math.erf(v / math.sqrt(2))) / 2)
+
+    def norm(v, gain):
+        return (v - v.mean()) / np.sqrt(v.var() + 1e-5) * gain
+
+    losses = np.zeros((len(windows), windows.shape[1] - 1))
+    for b, window in enumerate(windows):
+        d = body["final_gain"].size
+        state = [(np.zeros(d), np.zeros(d)) for _ in body["blocks"]]
+        for t, (byte, target) in enumerate(zip(window[:-1], window[1:], strict=True)):
+            x = head[byte] @ body["input_projection"]
+            for i, block in enumerate(body["blocks"]):
+                h, c = state[i]
+                gates = norm(x, block["lstm_gain"]) @ block["lstm_input"]
+                gates = gates + h @ block["lstm_recurrent"]
+                take, keep, candidate, show = np.split(gates, 4)
+                c = sigmoid(keep) * c + sigmoid(take) * np.tanh(candidate)
+                h = sigmoid(show) * np.tanh(c)
+                state[i] = h, c
+                x = x + h
+                x = x + gelu(norm(x, block["mlp_gain"]) @ block["mlp_in"]) @ block["mlp_out"]
+            logits = head @ (norm(x, body["final_gain"]) @ body["output_projection"])
+            losses[b, t] = np.log(np.exp(logits).sum()) - logits[target]
+    return losses
+
+
+def test_losses_equal_a_loop_in_float64():
+    params, windows = random_expert(TINY), random_bytes(2, 6)
+    expected = loop_losses(params, windows)
+    losses = byte_losses(params, windows)
+    assert losses.dtype == jnp.float32
+    np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(model.sequence_losses(params, windows), expected.mean(1), rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.binary(min_size=14, max_size=14))
+def test_a_zeroed_final_gain_scores_ln_256_on_any_bytes(data):
+    params = random_expert(TINY)
+    params["body"]["final_gain"] = jnp.zeros(TINY.width)
+    windows = np.frombuffer(data, np.uint8).reshape(2, 7)
+    np.testing.assert_allclose(byte_losses(params, windows), math.log(256), rtol=2e-7)
+
+
+@pytest.mark.parametrize("cuts", [[1], [3, 4], [2, 4, 6]])
+def test_carrying_the_state_over_pieces_equals_one_pass(cuts):
+    params, ids = random_expert(TINY), random_bytes(2, 8)
+    whole, last = apply(params, ids)
+    state, pieces = None, []
+    for piece in np.split(ids, cuts, axis=1):
+        logits, state = apply(params, piece, state)
+        pieces.append(logits)
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, rtol=1e-5, atol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), state, last)
+
+
+def test_a_prediction_depends_on_the_past_alone():
+    params, ids = random_expert(TINY), random_bytes(1, 8)
+    other = ids.copy()
+    other[:, 5:] += 1
+    logits, changed = apply(params, ids)[0], apply(params, other)[0]
+    np.testing.assert_array_equal(logits[:, :5], changed[:, :5])
+    assert np.abs(logits[:, 5:] - changed[:, 5:]).max(-1).min() > 1e-3
+
+
+def test_a_windows_losses_do_not_depend_on_the_rest_of_the_batch():
+    params, windows = random_expert(TINY), random_bytes(5, 7)
+    losses = np.asarray(byte_losses(params, windows))
+    order = [3, 0, 4, 2, 1]
+    np.testing.assert_allclose(byte_losses(params, windows[order]), losses[order], rtol=1e-6)
+    np.testing.assert_allclose(byte_losses(params, windows[1:2]), losses[1:2], rtol=1e-6)
+    others = random_bytes(5, 7, seed=1)
+    others[2] = windows[2]
+    np.testing.assert_allclose(byte_losses(params, others)[2], losses[2], rtol=1e-6)
+
+
+def test_vmap_over_perturbed_parameters_equals_a_loop():
+    windows = random_bytes(2, 6)
+    experts = [random_expert(TINY, seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *experts)
+    together = jax.jit(jax.vmap(model.byte_losses, in_axes=(0, None)))(stacked, windows)
+    alone = [byte_losses(params, windows) for params in experts]
+    np.testing.assert_allclose(together, np.stack(alone), rtol=1e-5)
