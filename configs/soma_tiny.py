@@ -1,4 +1,4 @@
-"""The recipe of soma_n4.py at a size that finishes in under a minute: what to run after each change.
+"""The recipe at a size that finishes in under a minute: what to run after each change.
 
 python launch/main.py --config=configs/soma_tiny.py
 """

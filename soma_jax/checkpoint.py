@@ -69,14 +69,12 @@ class Checkpoints:
                 ),
                 force=True,  # what is there under this name was found damaged, or is the same
             )
-        except (
-            Exception
-        ) as error:  # a full disk reaches us as OSError, ValueError or XlaRuntimeError
+        except Exception as error:  # a full disk comes as OSError, ValueError, XlaRuntimeError
             shutil.rmtree(target, ignore_errors=True)
             raise SomaError(
-                f"cannot save update {step} under {self._directory}: {_first_line(error)}. Make room "
-                "(or mend the permissions) and run the same command again: it goes on from the last "
-                "complete checkpoint"
+                f"cannot save update {step} under {self._directory}: {_first_line(error)}. Make "
+                "room (or mend the permissions) and run the same command again: it goes on from "
+                "the last complete checkpoint"
             ) from error
         for old in self.steps()[: -self._keep]:
             shutil.rmtree(self._path(old), ignore_errors=True)
@@ -104,7 +102,7 @@ class Checkpoints:
         return found.state
 
     def newest(self, like: PyTree, at_most: int | None = None) -> tuple[int, PyTree] | None:
-        """The newest whole checkpoint (of update `at_most` or before), or None where none was saved.
+        """The newest whole checkpoint (of update `at_most` or before), or None if none was saved.
 
         A damaged one is named in a warning and the one before it is used.
 
@@ -119,10 +117,16 @@ class Checkpoints:
                 logging.warning("%s; trying the one before it", error)
         if steps:
             raise SomaError(
-                f"none of the checkpoints under {self._directory} is whole. Restore them from a copy, "
-                "or delete that directory to train this expert again from its start"
+                f"none of the checkpoints under {self._directory} is whole. Restore them from a "
+                "copy, or delete that directory to train this expert again from its start"
             )
         return None
+
+    def delete_after(self, step: int) -> None:
+        """Deletes the checkpoints of later updates."""
+        for later in self.steps():
+            if later > step:
+                shutil.rmtree(self._path(later), ignore_errors=True)
 
     def _path(self, step: int) -> Path:
         return self._directory / f"{step:0{_WIDTH}d}"

@@ -182,7 +182,7 @@ def _check_value(where: str, value: Any, kind: type, limits: Any) -> Any:
         value = float(value)
     if type(value) is not kind:
         raise SomaError(f"{where} must be of type {kind.__name__}, not {value!r}")
-    if kind is float and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise SomaError(f"{where} must be a finite number, not {value!r}")
     for name, holds, words in (
         ("at_least", lambda limit: value >= limit, "at least"),

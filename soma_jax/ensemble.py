@@ -1,7 +1,7 @@
-"""Many experts on one mesh: FSO over its `expert` axis, DDPP over its `probe` axis (paper, section 3).
+"""Many experts on one mesh: FSO over its `expert` axis, DDPP over its `probe` axis (paper, 3).
 
-Experts exchange nothing, so the program of an update that is sharded over `expert` alone has no collective. When there
-are more devices than experts, the rest split each expert's directions.
+Experts exchange nothing, so the program of an update that is sharded over `expert` alone has no
+collective. When there are more devices than experts, the rest split each expert's directions.
 """
 
 from __future__ import annotations
@@ -62,15 +62,17 @@ class Ensemble:
             for s in (by_expert, batch_spec, by_expert)
         ]
 
-        def local_updates(states, batches, keys):
-            # One expert after the other: on a CPU the working set then stays in cache.
-            return lax.map(
-                lambda args: expert.update(*args, stage, chunk=chunk, axis_name=axis_name),
-                (states, batches, keys),
-            )
+        def one_update(expert_of: tuple) -> Any:
+            state, batch, key = expert_of
+            return expert.update(state, batch, key, stage, chunk=chunk, axis_name=axis_name)
 
-        def local_validations(states, windows):
-            return lax.map(lambda args: expert.validate(*args, stage), (states, windows))
+        def one_validation(expert_of: tuple) -> Any:
+            state, windows = expert_of
+            return expert.validate(state, windows, stage)
+
+        def local(one: Callable) -> Callable:
+            # One expert after the other: on a CPU the working set then stays in cache.
+            return lambda *experts: lax.map(one, experts)
 
         def sharded(function: Callable, in_specs: tuple) -> Callable:
             # check_vma: an LSTM's zero state is the same on every device, its inputs are not.
@@ -81,9 +83,9 @@ class Ensemble:
                 donate_argnums=0,
             )
 
-        self.update = sharded(local_updates, (by_expert, batch_spec, by_expert))
+        self.update = sharded(local(one_update), (by_expert, batch_spec, by_expert))
         """(states [N, ...], Batch [N, ...], keys [N]) -> (states, losses [N])."""
-        self.validate = sharded(local_validations, (by_expert, by_expert))
+        self.validate = sharded(local(one_validation), (by_expert, by_expert))
         """(states [N, ...], windows [N, W, T + 1]) -> (states, losses [N])."""
 
     def place(self, states: Any) -> Any:

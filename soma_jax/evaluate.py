@@ -1,4 +1,4 @@
-"""The scoring protocol: route on 256 bytes, average probabilities, score the next 768 (paper, section 4)."""
+"""Scoring: route on 256 bytes, average the probabilities, score the next 768 (paper, section 4)."""
 
 from __future__ import annotations
 

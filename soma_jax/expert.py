@@ -18,8 +18,7 @@ from soma_jax.config import Stage
 from soma_jax.head import delta_rule
 
 
-@flax.struct.dataclass
-class ExpertState:
+class ExpertState(flax.struct.PyTreeNode):
     """All that an expert's next update depends on, and all that a checkpoint holds."""
 
     params: model.Params
@@ -30,12 +29,11 @@ class ExpertState:
     failed: jax.Array  # int32 []: the update at which the loss was not finite, or -1
 
 
-@flax.struct.dataclass
-class Batch:
+class Batch(flax.struct.PyTreeNode):
     """The windows of one update of one expert, uint8."""
 
-    probes: jax.Array  # [B, T + 1], or [n_pert, B, T + 1] with a batch for each direction
-    head: jax.Array  # [head_sequences, T + 1], some of the same windows
+    probes: Any  # [B, T + 1], or [n_pert, B, T + 1] with a batch for each direction
+    head: Any  # [head_sequences, T + 1], some of the same windows
 
 
 def split_batch(windows: Any, stage: Stage) -> Batch:

@@ -19,8 +19,8 @@ def naming_the_disk(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise SomaError(
-            f"cannot write {path}: {error.strerror or error}. Make room or choose another --workdir, "
-            "then run the same command again: it goes on from what is complete"
+            f"cannot write {path}: {error.strerror or error}. Make room or choose another "
+            "--workdir, then run the same command again: it goes on from what is complete"
         ) from error
 
 

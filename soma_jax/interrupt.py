@@ -19,8 +19,8 @@ class Interrupted(BaseException):
 class Interruptions:
     """Handles SIGTERM and SIGINT: at once, or at the next `check` inside `postponed`.
 
-    At once is safe wherever state on disk is complete or absent; training postpones to the end of an
-    update. A second signal is not postponed.
+    At once is safe wherever state on disk is complete or absent; training postpones to the end of
+    an update. A second signal is not postponed.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The expert: a byte-level pre-norm LSTM language model, as pure functions on a pytree (paper, section 1).
+"""The expert: a byte-level pre-norm LSTM language model, as pure functions on a pytree (paper, 1).
 
 Bytes in, bytes out. One matrix E (256 x d_E) embeds and decodes; the body is `blocks` residual
 blocks of width d:

@@ -18,9 +18,11 @@ ProbeLaw = Callable[[jax.Array, PyTree], PyTree]
 
 def _per_leaf(draw: Callable[[jax.Array, jax.Array], jax.Array]) -> ProbeLaw:
     def law(key: jax.Array, params: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten(params)
+        leaves, structure = jax.tree.flatten(params)
         keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
-        return treedef.unflatten([draw(k, x) for k, x in zip(keys, leaves, strict=True)])
+        return jax.tree.unflatten(
+            structure, [draw(k, x) for k, x in zip(keys, leaves, strict=True)]
+        )
 
     return law
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -25,12 +25,13 @@ class StageProgress:
       name: of the stage.
       total: updates.
       done: updates done in an earlier run.
+      work: byte-forwards of an update, all experts together.
     """
 
-    def __init__(self, name: str, total: int, done: int):
-        self._name, self._total, self._done = name, total, done
-        self._start, self._first = time.monotonic(), done
-        self._last_line = -_SECONDS_BETWEEN_LINES
+    def __init__(self, name: str, total: int, done: int, work: int):
+        self._name, self._total, self._done, self._work = name, total, done, work
+        self._first: tuple[int, float] | None = None  # updates and time once compiled
+        self._last_line = 0.0
         self._bar: Progress | None = None
         self._task: Any = None
         if console.is_terminal:
@@ -39,7 +40,6 @@ class StageProgress:
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[facts]}"),
-                TimeRemainingColumn(),
                 console=console,
             )
             self._task = self._bar.add_task(name, total=total, completed=done, facts="compiling")
@@ -47,20 +47,27 @@ class StageProgress:
     def __enter__(self) -> StageProgress:
         if self._bar:
             self._bar.start()
+        else:
+            console.print(f"{self._name}: {self._total - self._done} updates to do, compiling")
         return self
 
     def __exit__(self, *_: Any) -> None:
         if self._bar:
             self._bar.stop()
 
-    def __call__(self, done: int, loss: float, rate: float) -> None:
-        """Shows `done` updates, the mean loss (nats/byte) and byte-forwards per second."""
-        facts = f"loss {loss:.3f} nats/byte, {rate / 1e6:.2f}M byte-forwards/s"
+    def __call__(self, done: int, loss: float) -> None:
+        """Shows `done` updates and their mean loss (nats/byte), and from the second call on the
+        byte-forwards per second and the time left."""
+        now = time.monotonic()
+        facts = f"loss {loss:.3f} nats/byte"
+        if self._first is None:
+            self._first = done, now
+        else:
+            per_update = (now - self._first[1]) / max(done - self._first[0], 1)
+            facts += f", {self._work / max(per_update, 1e-9) / 1e6:.2f}M byte-forwards/s"
+            facts += f", {_time(per_update * (self._total - done))} left"
         if self._bar:
             self._bar.update(self._task, completed=done, facts=facts)
-            return
-        now = time.monotonic()
-        if now - self._last_line >= _SECONDS_BETWEEN_LINES or done == self._total:
+        elif now - self._last_line >= _SECONDS_BETWEEN_LINES or done == self._total:
             self._last_line = now
-            left = (now - self._start) / max(done - self._first, 1) * (self._total - done)
-            console.print(f"{self._name}: update {done}/{self._total}, {facts}, {_time(left)} left")
+            console.print(f"{self._name}: update {done}/{self._total}, {facts}")

@@ -1,4 +1,4 @@
-"""Randomness is a function of (random seed, stream name, indices): resume and placement change nothing."""
+"""Randomness is a function of (seed, stream name, indices): resume and placement change nothing."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def spsa(
     r"""Replaces the updates by a simultaneous-perturbation estimate of the gradient.
 
     Both signs of a direction see the same batch, and their losses are subtracted sequence by
-    sequence in float32 (float64 where the loss is) before they are averaged. Directions are made from
-    keys when they are needed and never held more than `chunk` at a time.
+    sequence in float32 (float64 where the loss is) before they are averaged. Directions are made
+    from keys when they are needed and never held more than `chunk` at a time.
 
     Args:
       n_pert: number of directions an update.

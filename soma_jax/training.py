@@ -1,11 +1,12 @@
-"""The training loop of a stage: some experts, in step, each from its own stream to its own directory.
+"""The training loop of a stage: some experts, in step, each from its own stream to its own place.
 
-Stopped at any moment and called again, it goes on from the newest update of which every expert has a
-whole checkpoint, and ends with bit-identical states and the same metric lines.
+Stopped at any moment and called again, it goes on from the newest update of which every expert has
+a whole checkpoint, and ends with bit-identical states and the same metric lines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -70,8 +71,7 @@ def train(
     """
     checkpoints = [Checkpoints(t.directory / "checkpoints") for t in trainees]
     done, states = _restore(trainees, checkpoints)
-    metrics = [MetricLines(t.directory / "metrics.jsonl", done) for t in trainees]
-    if done == stage.updates:
+    if done == stage.updates and all(c.steps() for c in checkpoints):
         _refuse_failures(trainees, states)
         return states
 
@@ -81,69 +81,59 @@ def train(
     keys = compiled.place(jnp.stack([t.key for t in trainees]))
     validation = compiled.place(np.stack([t.validation for t in trainees]))
 
-    def save(step: int) -> None:
-        for line in metrics:
-            line.flush()
-        for where, state in zip(checkpoints, ensemble.unstack(on_device), strict=True):
-            where.save(step, state)
+    with contextlib.ExitStack() as stack:
+        metrics = [
+            stack.enter_context(MetricLines(t.directory, done, run.tensorboard)) for t in trainees
+        ]
 
-    seconds_before = metrics[0].seconds
-    started = last_save = last_log = time.monotonic()
-    announced: set[int] = set()
-    since_log = 0
-    with interruptions.postponed(), StageProgress(name, stage.updates, done) as progress:
-        while done < stage.updates:
+        def save() -> None:
+            for lines in metrics:
+                lines.flush()
+            for where, state in zip(checkpoints, ensemble.unstack(on_device), strict=True):
+                where.save(done, state)
+
+        work = len(trainees) * stage.byte_forwards_per_update
+        progress = stack.enter_context(StageProgress(name, stage.updates, done, work))
+        stack.enter_context(interruptions.postponed())
+        seconds_before, started = metrics[0].seconds, time.monotonic()
+        last_save = started
+        failed = np.asarray(on_device.failed)
+        while done < stage.updates and (failed < 0).any():
             windows = np.stack([t.stream[done] for t in trainees])
             batch = compiled.place_batch(expert.split_batch(windows, stage))
             on_device, losses = compiled.update(on_device, batch, keys)
-            done, since_log = done + 1, since_log + 1
-            last = done == stage.updates
+            done += 1
 
-            facts: dict[str, Any] = {}
-            if done % stage.validate_every == 0 or last:
-                on_device, facts["validation"] = compiled.validate(on_device, validation)
-            if facts or done % run.log_every == 0 or done == 1:
-                facts |= {"loss": losses, **on_device.body_optimizer.hyperparams}
-                facts = {k: np.asarray(v).tolist() for k, v in facts.items()}
-                now = time.monotonic()
-                for i, line in enumerate(metrics):
-                    line.write(
+            validates = done % stage.validate_every == 0 or done == stage.updates
+            if validates:
+                on_device, validation_losses = compiled.validate(on_device, validation)
+            if validates or done % run.log_every == 0 or done == 1:
+                facts = {"loss": losses, **on_device.body_optimizer.hyperparams}
+                if validates:
+                    facts["validation"] = validation_losses
+                facts = {fact: np.asarray(values) for fact, values in facts.items()}
+                failed_before, failed = failed, np.asarray(on_device.failed)
+                for i in np.flatnonzero((failed >= 0) & (failed_before < 0)).tolist():
+                    logging.error("%s", _failure(trainees[i], failed[i]))
+                for i in np.flatnonzero(failed < 0).tolist():
+                    metrics[i].write(
                         update=done,
                         byte_forwards=done * stage.byte_forwards_per_update,
-                        seconds=round(seconds_before + now - started, 3),
-                        **{k: v[i] for k, v in facts.items()},
+                        seconds=round(seconds_before + time.monotonic() - started, 3),
+                        **{fact: float(values[i]) for fact, values in facts.items()},
                     )
-                work = since_log * len(trainees) * stage.byte_forwards_per_update
-                progress(done, float(np.mean(facts["loss"])), work / max(now - last_log, 1e-9))
-                last_log, since_log = now, 0
-                failed = np.asarray(on_device.failed)
-                for i in np.flatnonzero(failed >= 0):
-                    if i not in announced:
-                        announced.add(int(i))
-                        logging.error("%s; the others go on", _failure(trainees[i], failed[i]))
-                if (failed >= 0).all():
-                    break
+                progress(done, float(facts["loss"].mean()))
             if observe is not None and observe_every and done % observe_every == 0:
                 observe(done, [s.params for s in ensemble.unstack(on_device)])
-            if (
-                last
-                or interruptions.pending
-                or time.monotonic() - last_save > run.checkpoint_seconds
-            ):
-                save(done)
+            if interruptions.pending or time.monotonic() - last_save > run.checkpoint_seconds:
+                save()
                 last_save = time.monotonic()
                 interruptions.check()
-        else:
-            # The last state is read back: success is only said of what is really on disk.
-            states = [
-                where.restore(done, trainee.start)
-                for where, trainee in zip(checkpoints, trainees, strict=True)
-            ]
-            _refuse_failures(trainees, states)
-            return states
-        save(done)
-    _refuse_failures(trainees, ensemble.unstack(on_device))
-    raise AssertionError("unreachable: the loop breaks only when every expert failed")
+        save()
+    # The last states are read back: success is only said of what is really on disk.
+    states = [c.restore(done, t.start) for c, t in zip(checkpoints, trainees, strict=True)]
+    _refuse_failures(trainees, states)
+    return states
 
 
 def _restore(
@@ -156,18 +146,25 @@ def _restore(
             c.newest(t.start, at_most) or (0, jax.tree.map(np.asarray, t.start))
             for c, t in zip(checkpoints, trainees, strict=True)
         ]
-        oldest = min(step for step, _ in found)
-        if all(step == oldest for step, _ in found):
-            if oldest:
-                console.print(f"going on from update {oldest}")
-            return oldest, [state for _, state in found]
-        at_most = oldest
+        steps = [step for step, _ in found]
+        if min(steps) == max(steps):
+            break
+        at_most = min(steps)
+        if at_most == 0:
+            missing = trainees[steps.index(0)].directory
+            logging.warning("%s has no checkpoint: all experts start again with it", missing)
+    for checkpoint in checkpoints:
+        # Left in place, they would count as the newest ones and push out those that we make now.
+        checkpoint.delete_after(steps[0])
+    if steps[0]:
+        console.print(f"going on from update {steps[0]}")
+    return steps[0], [state for _, state in found]
 
 
 def _failure(trainee: Trainee, update: int) -> str:
     return (
-        f"expert {trainee.directory.name}: the loss of update {int(update) + 1} is not finite; its state "
-        f"before that update is kept under {trainee.directory}"
+        f"expert {trainee.directory.name}: the loss of update {int(update) + 1} is not finite; its "
+        f"state before that update is kept under {trainee.directory}"
     )
 
 
@@ -186,11 +183,11 @@ def _refuse_failures(trainees: Sequence[Trainee], states: Sequence[expert.Expert
 class MetricLines:
     """An expert's metrics, one JSON object a line; lines past the restored update are dropped."""
 
-    def __init__(self, path: Path, done: int):
-        self._path = path
+    def __init__(self, directory: Path, done: int, tensorboard: bool):
+        self._path = directory / "metrics.jsonl"
         kept = []
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if self._path.exists():
+            for line in self._path.read_text(encoding="utf-8").splitlines():
                 try:
                     record = json.loads(line)
                 except ValueError:  # the run was killed while it wrote this line
@@ -199,17 +196,35 @@ class MetricLines:
                     break
                 kept.append(record)
         self.seconds: float = kept[-1]["seconds"] if kept else 0.0
-        write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
-        with naming_the_disk(path):
-            self._file = path.open("a", encoding="utf-8")
+        write_text(self._path, "".join(json.dumps(r) + "\n" for r in kept))
+        with naming_the_disk(self._path):
+            self._file = self._path.open("a", encoding="utf-8")
+        self._events: Any = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=done + 1)
 
     def write(self, **record: Any) -> None:
         with naming_the_disk(self._path):
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
+            if self._events:
+                for name, value in record.items():
+                    self._events.add_scalar(name, value, record["update"])
 
     def flush(self) -> None:
         """Makes sure that a checkpoint is never newer than the lines before it."""
         with naming_the_disk(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
+            if self._events:
+                self._events.flush()
+
+    def __enter__(self) -> MetricLines:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._file.close()
+        if self._events:
+            self._events.close()

@@ -45,7 +45,7 @@ class Workdir:
         return self.path / "experts" / f"{index:03d}"
 
     def lock(self) -> Any:
-        """Takes the workdir for this process; released when the returned file closes or the process dies.
+        """Takes the workdir for this process, until the returned file closes or the process dies.
 
         Raises:
           SomaError: another run has it.

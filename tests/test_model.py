@@ -23,7 +23,7 @@ def random_expert(config: ExpertConfig, seed: int = 0) -> model.Params:
     rng = np.random.default_rng(seed)
 
     def draw(x):
-        scale, mean = (0.2, 1) if x.ndim == 1 else (x.shape[0] ** -0.5, 0)
+        scale, mean = (0.2, 1) if x.ndim == 1 else (min(x.shape) ** -0.5, 0)
         return jnp.asarray(rng.normal(mean, scale, x.shape), x.dtype)
 
     return jax.tree.map(draw, shapes(config))

@@ -82,3 +82,37 @@ def place(starts: np.ndarray, store: Store, length: int) -> np.ndarray:
     first, end = store.offsets[document - 1], store.offsets[document]
     within = np.maximum(first, np.minimum(starts, end - length))
     return np.minimum(within, store.n_bytes - length)
+
+
+def split_shard(
+    chunk_ids: np.ndarray, validation_share: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """A shard's chunks for training and for validation (the paper: 99/1), by a draw of `seed`.
+
+    Raises:
+      SomaError: fewer than two chunks, one for each part.
+    """
+    if len(chunk_ids) < 2:
+        raise SomaError(
+            f"a shard of {len(chunk_ids)} chunk(s): it needs one to train on and one to validate. "
+            "Use fewer experts or a larger corpus"
+        )
+    shuffled = np.random.default_rng(seed).permutation(chunk_ids)
+    count = max(1, round(validation_share * len(chunk_ids)))
+    return shuffled[count:], shuffled[:count]
+
+
+def validation_windows(
+    store: Store, chunk_ids: np.ndarray, *, length: int, count: int
+) -> np.ndarray:
+    """The first `count` of the windows that tile validation chunks, uint8 [count, length].
+
+    They start every length - 1 bytes, so that each byte is a target once. Where there are fewer,
+    they repeat from the first: the count, and with it the compiled program, is every shard's.
+    """
+    pieces = [
+        np.arange(start, start + size, length - 1)
+        for start, size in zip(store.chunks[chunk_ids], store.chunk_sizes(chunk_ids), strict=True)
+    ]
+    starts = np.resize(np.concatenate(pieces), count)
+    return store.windows(place(starts, store, length), length)

@@ -103,6 +103,10 @@ class Store:
     def document(self, i: int) -> bytes:
         return self.bytes_[self.offsets[i] : self.offsets[i + 1]].tobytes()
 
+    def documents(self) -> Iterator[bytes]:
+        """All documents, in order."""
+        return map(self.document, range(self.n_documents))
+
     def document_ids(self) -> Iterator[str]:
         """Where each document came from, in order."""
         with open(self.directory / "ids.jsonl", encoding="utf-8") as file:
@@ -212,7 +216,7 @@ def check_sources(store: Store, spec: Spec) -> None:
         if built is None:
             added.append(path)
         elif not (built.has_stat_of(path) or built.has_bytes_of(Source.of(path))):
-            changed.append(str(path))
+            changed.append(source_name(path))
     for path in added.copy():
         if any(path.stat().st_size == source.size for source in removed.values()):
             now = Source.of(path)
@@ -220,7 +224,7 @@ def check_sources(store: Store, spec: Spec) -> None:
             if moved:
                 del removed[moved[0]]
                 added.remove(path)
-    differences = {"added": list(map(str, added)), "removed": list(removed), "changed": changed}
+    differences = {"added": list(map(source_name, added)), "removed": list(removed), "changed": changed}
     if any(differences.values()):
         raise SomaError(
             f"The corpus is not the one that {store.directory} was built from: "

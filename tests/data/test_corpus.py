@@ -221,7 +221,7 @@ def test_home_is_expanded(tmp_path, monkeypatch):
 
 def test_no_such_corpus(tmp_path):
     (tmp_path / "folder").mkdir()
-    for spec, message in [
+    cases: list[tuple[corpus.Spec, str]] = [
         (f"{tmp_path}/none.txt", "none.txt: no such file"),
         (f"{tmp_path}/*.txt", r"\*.txt: matches nothing"),
         (f"{tmp_path}/**x", "not a glob"),
@@ -229,7 +229,8 @@ def test_no_such_corpus(tmp_path):
         ("embedded:tests", "embedded:tests: no such packaged data; there are embedded:train"),
         ("", "empty name"),
         ((), "No corpus given"),
-    ]:
+    ]
+    for spec, message in cases:
         with pytest.raises(SomaError, match=message):
             list(read_documents(spec))
 
@@ -303,12 +304,13 @@ def test_surrogate_pairs_are_a_character(tmp_path):
 
 
 def test_bad_parquet(tmp_path):
-    for texts, text_field, message in [
+    cases: list[tuple[list, str, str]] = [
         (["a"], "body", r"no column 'body'; the columns are \['text', 'n'\]"),
         (["a"], "n", "column 'n' holds int64, not strings"),
         ([["a"]], "text", "column 'text' holds list.*, not strings"),
         (["a"] * 100 + [None], "text", "row 101: 'text' is null"),
-    ]:
+    ]
+    for texts, text_field, message in cases:
         (tmp_path / "a.parquet").write_bytes(parquet(texts))
         with pytest.raises(SomaError, match=f"a.parquet: {message}"):
             list(read_documents(tmp_path / "a.parquet", text_field))

@@ -186,20 +186,20 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(corpus_dir, tmp_path):
-    def append(n_bytes):
-        with open(corpus_dir / "b.txt", "ab") as file:
-            file.write(b"more")
+    def change(n_bytes):
+        (corpus_dir / "b.txt").write_bytes(b"something else")
 
     with pytest.raises(SomaError, match=r"b.txt: changed while it was read"):
-        build_store(corpus_dir, tmp_path / "store", progress=append)
+        build_store(corpus_dir, tmp_path / "store", progress=change)
     assert os.listdir(tmp_path) == ["corpus"]
 
 
 def test_a_store_is_never_overwritten(built, corpus_dir, tmp_path):
-    with pytest.raises(SomaError, match="already exists"):
-        build_store("embedded:valid", built.directory)
-    with pytest.raises(SomaError, match="already exists"):
-        build_store(corpus_dir, corpus_dir / "b.txt" if False else __file__)
+    (tmp_path / "file").write_text("precious")
+    for taken in (built.directory, tmp_path / "file"):
+        with pytest.raises(SomaError, match="already exists"):
+            build_store("embedded:valid", taken)
+    assert (tmp_path / "file").read_text() == "precious"
     assert open_store(built.directory).fingerprint == built.fingerprint
     (tmp_path / "empty").mkdir()
     assert build_store(corpus_dir, tmp_path / "empty").fingerprint == built.fingerprint

@@ -1,0 +1,122 @@
+"""Times one whole update: probes, 2 n_pert losses, estimate, delta rule, Adam.
+
+python benchmarks/train_step.py [--experts=1 --width=32 --n_pert=64 --sequences=8 ...] [--json]
+
+Prints byte-forwards per second, the arithmetic rate they amount to, the machine's own float32
+matmul peak measured in the same process on the same devices, and their ratio: medians.
+"""
+
+import json
+import resource
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jax.sharding import PartitionSpec as P
+
+from soma_jax import cli, ensemble, expert, model, probes, randomness
+from soma_jax.config import Stage
+
+flags.DEFINE_integer("experts", 1, "experts trained side by side", 1)
+flags.DEFINE_integer("width", 32, "d", 1)
+flags.DEFINE_integer("n_pert", 64, "directions an update", 1)
+flags.DEFINE_integer("sequences", 8, "windows a direction sees", 1)
+flags.DEFINE_integer("window", 256, "T, bytes a window predicts", 1)
+flags.DEFINE_integer("head_sequences", 8, "windows of the delta rule; 0 freezes E", 0)
+flags.DEFINE_enum("probe", "sparse", list(probes.LAWS), "law of a direction")
+flags.DEFINE_bool("own_batch", False, "each direction has its own windows")
+flags.DEFINE_integer("chunk", 1, "directions evaluated at once", 1)
+flags.DEFINE_integer("updates", 7, "timed updates", 1)
+flags.DEFINE_integer("host_devices", 0, "CPU devices; 0: one for each core", 0)
+flags.DEFINE_bool("json", False, "print one line of JSON")
+
+
+def matmul_peak() -> float:
+    """GFLOP/s of float32 products of 1,024 x 1,024 matrices, on all devices at once."""
+    n, repeats = 1024, 4
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def products(a):
+        return jax.lax.fori_loop(0, repeats, lambda _, b: (a[0] @ b) * (1 / n), a[0])[None]
+
+    run = jax.jit(jax.shard_map(products, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+    a = jnp.ones((len(jax.devices()), n, n))
+    seconds = median_seconds(lambda: run(a), 15)
+    return len(jax.devices()) * repeats * 2 * n**3 / seconds / 1e9
+
+
+def median_seconds(call, repeats: int) -> float:
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def main() -> None:
+    f = flags.FLAGS
+    cli.use_host_devices(f.host_devices)
+    stage = Stage(
+        n_pert=f.n_pert,
+        probe=f.probe,
+        sequences=f.sequences,
+        own_batch=f.own_batch,
+        window=f.window,
+        head_sequences=f.head_sequences,
+    )
+    shape = model.ExpertConfig(width=f.width)
+    mesh = ensemble.make_mesh(f.experts, stage)
+    compiled = ensemble.Ensemble(mesh, stage, chunk=f.chunk)
+    params = model.init(randomness.key(0, "init"), shape)
+    states = compiled.place(ensemble.stack([expert.init_state(params, stage)] * f.experts))
+    keys = compiled.place(jnp.stack([randomness.key(0, "probes", i) for i in range(f.experts)]))
+    rng = np.random.default_rng(0)
+    windows = rng.integers(
+        0, 256, (f.experts, stage.windows_per_update, stage.window + 1), dtype=np.uint8
+    )
+    batch = compiled.place_batch(expert.split_batch(windows, stage))
+
+    start = time.perf_counter()
+    update = compiled.update.lower(states, batch, keys).compile()
+    compile_s = time.perf_counter() - start
+
+    def step():
+        nonlocal states
+        states, losses = update(states, batch, keys)
+        return states, losses
+
+    seconds = median_seconds(step, f.updates)
+    rate = f.experts * stage.byte_forwards_per_update / seconds
+    gflops = rate * shape.operations_per_byte / 1e9
+    peak = matmul_peak()
+    result = {
+        "byte_forwards_per_s": rate,
+        "seconds_per_update": seconds,
+        "gflops": gflops,
+        "peak_gflops": peak,
+        "fraction_of_peak": gflops / peak,
+        "compile_s": compile_s,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "mesh": dict(mesh.shape),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "settings": {k: f[k].value for k in (
+            "experts", "width", "n_pert", "sequences", "window", "head_sequences", "probe",
+            "own_batch", "chunk",
+        )},
+    }  # fmt: skip
+    if f.json:
+        print(json.dumps(result))
+        return
+    print(f"{rate / 1e6:.3f}M byte-forwards/s ({seconds:.3f} s an update, mesh {result['mesh']})")
+    print(f"{gflops:.1f} GFLOP/s of a matmul peak of {peak:.1f}: {gflops / peak:.0%}")
+    print(f"compile {compile_s:.1f} s, peak memory {result['peak_rss_bytes'] / 2**20:.0f} MiB")
+
+
+if __name__ == "__main__":
+    cli.run(main)

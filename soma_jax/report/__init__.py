@@ -1,0 +1,68 @@
+"""The report of a run: a page, its figures and a table for the terminal.
+
+Everything is made from what the workdir holds, so a report can be made again at any time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from soma_jax.errors import SomaError
+from soma_jax.files import read_json, write_text
+from soma_jax.progress import console
+from soma_jax.report import figures, page
+from soma_jax.report.page import terminal_table
+from soma_jax.workdir import Workdir
+
+__all__ = ["show", "terminal_table", "write"]
+
+
+def write(workdir: Workdir) -> str:
+    """Writes report/report.md and its figures and returns the page.
+
+    Raises:
+      SomaError: the run is not finished, a file of it is damaged, or the disk is full.
+    """
+    if not workdir.summary.exists():
+        raise SomaError(f"{workdir.path} has no {workdir.summary.name} yet: finish the run first")
+    summary = read_json(workdir.summary)
+    drawn = figures.draw(
+        workdir.report,
+        summary,
+        _json_lines(workdir.seed / "metrics.jsonl"),
+        [_json_lines(workdir.expert(i) / "metrics.jsonl") for i in range(len(summary["experts"]))],
+        _json_lines(workdir.curve) if workdir.curve.exists() else [],  # none without updates
+    )
+    text = page.markdown(summary, drawn)
+    write_text(_page(workdir), text)  # last: where there is a page, its figures are there too
+    return text
+
+
+def show(workdir: Workdir) -> None:
+    """Prints the table of a finished run and where its report is; makes it if it is missing."""
+    console.print(terminal_table(read_json(workdir.summary)))
+    if not _page(workdir).exists():
+        write(workdir)
+    console.print(f"report: {_page(workdir)}")
+
+
+def _page(workdir: Workdir) -> Path:
+    return workdir.report / "report.md"
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise SomaError(f"cannot read {path}: {error}") from error
+    result = []
+    for number, line in enumerate(lines, 1):
+        try:
+            result.append(json.loads(line))
+        except ValueError as error:
+            raise SomaError(
+                f"{path}:{number} is not JSON ({error}): remove the line to report without it"
+            ) from error
+    return result

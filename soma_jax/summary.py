@@ -1,0 +1,134 @@
+"""How good the ensemble is and what it cost: the figures of `report/summary.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from soma_jax import baselines, evaluate, model
+from soma_jax.config import Config
+from soma_jax.data import corpus, windows
+from soma_jax.data.store import Store
+from soma_jax.routing.router import Router
+from soma_jax.stats import paired_bootstrap
+
+_ALL_K = 8  # up to this many experts, each k is scored; else only up to the configured one
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a finished recipe has made."""
+
+    config: Config
+    seed: model.Params
+    experts: Sequence[model.Params]
+    router: Router
+    assignment: np.ndarray  # int32 [chunks]: the expert of each training chunk
+    validation: Sequence[np.ndarray]  # each expert's own validation windows, uint8 [W, T + 1]
+
+
+def scores(trained: Trained, train: Store, test: Store) -> dict[str, Any]:
+    """Losses on the test texts and on each expert's own shard, in nats/byte."""
+    drawn = test_windows(test, trained.config)
+    copies = windows.screen(train.documents(), list(test.documents()))
+    if copies:
+        logging.warning("%d test documents are also training documents", len(copies))
+    result: dict[str, Any] = {
+        "test": _text(trained, train, drawn) | {"documents_also_in_training": len(copies)}
+    }
+    if trained.config.evaluation.wikitext:
+        (document,) = corpus.read_documents("wikitext103:test")
+        segments = windows.wikitext_segments(document.read())
+        scored = windows.strided(segments, drop_incomplete=True)
+        result["wikitext103_test"] = _text(trained, train, scored)
+    result["experts"] = _shards(trained, train)
+    return result
+
+
+def test_windows(some: Store, config: Config) -> windows.Windows:
+    """One window in each of up to `evaluation.documents` documents (paper, section 4)."""
+    return windows.one_per_document(
+        list(some.documents()), count=config.evaluation.documents, seed=config.random_seed
+    )
+
+
+def _text(trained: Trained, train: Store, scored: windows.Windows) -> dict[str, Any]:
+    """Everything that is compared, on the same bytes of one text."""
+    config, experts = trained.config, trained.experts
+    active = min(config.active, len(experts))
+    most = len(experts) if len(experts) <= _ALL_K else active
+    ensemble = evaluate.score(experts, trained.router, scored, most)
+    seed = evaluate.score([trained.seed], None, scored, 1)
+
+    row = np.unique(scored.document, return_inverse=True)[1]
+    sums = [np.bincount(row, s) for s in (ensemble.sums[:, active - 1], seed.sums[:, 0])]
+    interval = paired_bootstrap(
+        np.column_stack([*sums, sums[0] - sums[1]]),
+        np.bincount(row, ensemble.counts),
+        config.evaluation.bootstrap,
+        config.random_seed,
+    )
+    compressed = baselines.compressor_nats(scored)
+    return {
+        "scored_bytes": int(ensemble.counts.sum()),
+        "windows": len(scored),
+        "ensemble": float(interval.mean[0]),
+        "seed": float(interval.mean[1]),
+        "interval": {
+            name: [float(interval.low[i]), float(interval.high[i])]
+            for i, name in enumerate(("ensemble", "seed", "ensemble_minus_seed"))
+        },
+        "by_k": [ensemble.nats(k) for k in range(1, most + 1)],
+        "routed_first": np.bincount(ensemble.routes[:, 0], minlength=len(experts)).tolist(),
+        **baselines.ngram_nats(train.documents(), scored),
+        **{name.replace(" -", "_"): value for name, value in compressed.items()},
+    }
+
+
+def _shards(trained: Trained, train: Store) -> list[dict[str, Any]]:
+    """For each expert, what its shard holds and how it and the seed do on its validation part."""
+    losses = jax.jit(lambda params, some: model.sequence_losses(params, some).mean())
+    terms = trained.router.top_terms(10)
+    result = []
+    for index, (expert, held_out) in enumerate(
+        zip(trained.experts, trained.validation, strict=True)
+    ):
+        chunks = np.flatnonzero(trained.assignment == index)
+        result.append(
+            {
+                "chunks": len(chunks),
+                "bytes": int(train.chunk_sizes(chunks).sum()),
+                "top_terms": terms[index],
+                "own_shard": {
+                    "seed": float(losses(trained.seed, jnp.asarray(held_out))),
+                    "expert": float(losses(expert, jnp.asarray(held_out))),
+                },
+            }
+        )
+    return result
+
+
+def compute(config: Config) -> dict[str, Any]:
+    """What training took, counted from the config, and the memory of this process."""
+    experts, shape = config.experts, config.expert_shape
+    parts = {
+        "seed": config.seed.updates * config.seed.byte_forwards_per_update,
+        "experts": experts * config.expert.updates * config.expert.byte_forwards_per_update,
+    }
+    heads = experts if config.expert.head_sequences else 1  # frozen, E is shared
+    return {
+        "byte_forwards": sum(parts.values()),
+        "byte_forwards_by_stage": parts,
+        "operations": sum(parts.values()) * shape.operations_per_byte,
+        "parameters": experts * shape.body_parameters + heads * shape.head_parameters,
+        "devices": len(jax.devices()),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "config": dataclasses.asdict(config),
+    }

@@ -1,0 +1,196 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from soma_jax import expert, model, probes, randomness
+from soma_jax.config import Stage
+
+SHAPE = model.ExpertConfig(width=4, blocks=1, embedding=4)
+STAGE = Stage(updates=10, n_pert=2, sequences=2, window=4, learning_rate=1e-2, eps=1e-2)
+KEY = randomness.key(0, "probes", 0)
+
+
+@functools.cache
+def seed_params():
+    return model.init(jax.random.key(0), SHAPE)
+
+
+@functools.cache
+def updater(stage):
+    return jax.jit(lambda state, batch, key: expert.update(state, batch, key, stage))
+
+
+def windows(seed: int = 0, count: int = 2) -> np.ndarray:
+    return np.random.default_rng(seed).integers(256, size=(count, 5), dtype=np.uint8)
+
+
+def start(stage):
+    return expert.init_state(seed_params(), stage)
+
+
+def train(stage, updates=1, state=None, key=KEY):
+    state = start(stage) if state is None else state
+    for i in range(updates):
+        batch = expert.split_batch(windows(i, stage.windows_per_update), stage)
+        state, loss = updater(stage)(state, batch, key)
+    return state, loss
+
+
+def flat(tree) -> np.ndarray:
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+def assert_bits_equal(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for x, y in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+# Batches
+
+
+def test_split_batch_gives_all_directions_the_same_windows():
+    stage = dataclasses.replace(STAGE, sequences=4, head_sequences=3)
+    drawn = windows(0, 4)
+    batch = expert.split_batch(drawn, stage)
+    np.testing.assert_array_equal(batch.probes, drawn)
+    np.testing.assert_array_equal(batch.head, drawn[:3])
+
+
+def test_split_batch_gives_each_direction_its_own_windows():
+    stage = dataclasses.replace(STAGE, n_pert=3, sequences=2, own_batch=True, head_sequences=5)
+    drawn = np.stack([windows(i, 6) for i in range(2)])  # two experts
+    batch = expert.split_batch(drawn, stage)
+    assert batch.probes.shape == (2, 3, 2, 5)
+    np.testing.assert_array_equal(batch.probes[1, 2], drawn[1, 4:6])
+    np.testing.assert_array_equal(batch.head, drawn[:, :5])
+
+
+def test_split_batch_without_the_delta_rule_has_no_windows_for_it():
+    assert expert.split_batch(windows(), STAGE).head.shape == (0, 5)
+
+
+# What moves
+
+
+@pytest.mark.parametrize("head_sequences", [0, 2])
+def test_a_zero_rate_leaves_the_parameters_bit_equal(head_sequences):
+    stage = dataclasses.replace(
+        STAGE, learning_rate=0.0, weight_decay=0.1, head_sequences=head_sequences
+    )
+    state, _ = train(stage, updates=2)
+    assert_bits_equal(state.params, seed_params())
+    assert int(state.update) == 2
+
+
+@pytest.mark.parametrize("head_sequences", [0, 2])
+def test_the_head_moves_by_the_delta_rule_and_is_frozen_without_it(head_sequences):
+    state, _ = train(dataclasses.replace(STAGE, head_sequences=head_sequences), updates=2)
+    assert (flat(state.params["body"]) != flat(seed_params()["body"])).mean() > 0.9
+    if head_sequences:
+        # The first Adam steps are the rate long wherever there is a gradient: everywhere.
+        moved = np.abs(state.params["head"] - seed_params()["head"])
+        assert np.median(moved) > STAGE.learning_rate / 2
+    else:
+        assert_bits_equal(state.params["head"], seed_params()["head"])
+        assert state.head_optimizer is None
+
+
+@pytest.mark.parametrize(("head_sequences", "gain"), [(0, 0.5), (2, 3)])
+def test_updates_go_down_the_loss(head_sequences, gain):
+    stage = dataclasses.replace(STAGE, head_sequences=head_sequences)
+    state, batch, losses = start(stage), expert.split_batch(windows(), stage), []
+    for _ in range(80):
+        state, loss = updater(stage)(state, batch, KEY)
+        losses.append(float(loss))
+    before = model.sequence_losses(seed_params(), windows()).mean()
+    assert losses[0] == pytest.approx(float(before), rel=0.01)
+    assert losses[-1] < losses[0] - gain
+
+
+def step_signs(update, key=KEY):
+    """The signs of an update's direction, all turned or none: a first Adam step shows them."""
+    stage = dataclasses.replace(STAGE, n_pert=1, weight_decay=0.0)
+    state = start(stage).replace(update=jnp.int32(update))
+    new, _ = train(stage, state=state, key=key)
+    return np.sign(flat(new.params["body"]) - flat(seed_params()["body"]))
+
+
+def test_an_updates_directions_depend_on_its_index_and_the_experts_key():
+    steps = [step_signs(0), step_signs(1), step_signs(2)]
+    steps.append(step_signs(0, randomness.key(0, "probes", 1)))
+    z = np.stack(steps)
+    products = np.abs(z @ z.T) / np.sqrt(np.outer((z**2).sum(1), (z**2).sum(1)))
+    np.testing.assert_allclose(products, np.eye(4), atol=6 / np.sqrt((z[0] ** 2).sum()))
+    direction_key = jax.random.fold_in(jax.random.fold_in(KEY, 2), 0)
+    expected = flat(probes.sparse_rademacher(direction_key, seed_params()["body"]))
+    np.testing.assert_array_equal(np.outer(z[2], z[2]), np.outer(expected, expected))
+
+
+def test_own_batches_reach_their_directions():
+    """With equal windows for all directions, a batch of their own is the shared batch."""
+    own = dataclasses.replace(STAGE, own_batch=True)
+    same = np.tile(windows(), (2, 1))
+    state, loss = updater(own)(start(own), expert.split_batch(same, own), KEY)
+    expected, expected_loss = updater(STAGE)(
+        start(STAGE), expert.split_batch(windows(), STAGE), KEY
+    )
+    np.testing.assert_allclose(flat(state.params), flat(expected.params), atol=1e-6)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+
+
+def test_rate_and_eps_of_an_update_follow_the_schedule():
+    """Seen in the optimizer's state: the plateau's scale, the cosine and the floor."""
+    stage = dataclasses.replace(STAGE, updates=4, decay_to=0.5, floor=1e-3, head_sequences=2)
+    state = start(stage)
+    state = state.replace(
+        update=jnp.int32(2), plateau=state.plateau._replace(scale=jnp.float32(0.25))
+    )
+    state, _ = train(stage, state=state)
+    expected = 1e-2 * 0.25 * (0.5 + 0.5 / 2)
+    for optimizer in (state.body_optimizer, state.head_optimizer):
+        for value in optimizer.hyperparams.values():
+            assert float(value) == pytest.approx(expected)
+
+
+# Failure
+
+
+def poisoned(state):
+    """Finite parameters whose logits overflow."""
+    body = state.params["body"] | {"final_gain": jnp.full(4, 3e38)}
+    return state.replace(params=state.params | {"body": body})
+
+
+@pytest.mark.parametrize("head_sequences", [0, 2])
+def test_an_update_that_is_not_finite_is_not_taken(head_sequences):
+    stage = dataclasses.replace(STAGE, head_sequences=head_sequences)
+    healthy, _ = train(stage, updates=2)
+    assert int(healthy.failed) == -1
+    before = poisoned(healthy)
+    after, loss = train(stage, state=before)
+    assert not np.isfinite(loss)
+    assert_bits_equal(after, before.replace(failed=jnp.int32(2)))
+    # It stays as it failed, even where its loss would be finite again.
+    for state in (after, healthy.replace(failed=jnp.int32(2))):
+        assert_bits_equal(train(stage, state=state)[0], state)
+
+
+# Validation
+
+
+def test_validation_is_the_mean_loss_and_drives_the_plateau():
+    stage = dataclasses.replace(STAGE, patience=4, validate_every=2)
+    validate = jax.jit(lambda state, windows: expert.validate(state, windows, stage))
+    state, held_out, scales = start(stage), windows(9, 3), []
+    for _ in range(6):
+        state, loss = validate(state, held_out)
+        scales.append(float(state.plateau.scale))
+    expected = float(model.byte_losses(seed_params(), held_out).mean())
+    assert float(loss) == pytest.approx(expected, rel=1e-6)
+    assert scales == [1, 1, 0.5, 0.5, 0.25, 0.25]
+    assert_bits_equal(state.replace(plateau=None), start(stage).replace(plateau=None))
