@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from soma_jax import cli, evaluate, recipe
+from soma_jax import cli, evaluate, recipe, summary
 from soma_jax.config import Config
 from soma_jax.data import corpus, store, windows
 from soma_jax.errors import SomaError
@@ -80,11 +80,8 @@ def _test_windows(
 ) -> Iterator[windows.Windows]:
     """The run's test text by the test protocol, as one group."""
     test = store.open_store(workdir.store("test"))
-    documents = [test.document(i) for i in range(test.n_documents)]
-    drawn = windows.one_per_document(
-        documents, count=config.evaluation.documents, seed=config.random_seed
-    )
-    left_out["not drawn"] = len(documents) - len(drawn)
+    drawn = summary.test_windows(test, config)
+    left_out["not drawn"] = test.n_documents - len(drawn)
     yield drawn
 
 

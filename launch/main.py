@@ -1,7 +1,7 @@
 """Trains, routes and scores an ensemble: `python launch/main.py --config=configs/soma_n4.py`.
 
-Any field of the config can be overridden: `--config.expert.updates=500`. Stopped at any moment, the
-same command goes on; finished, it says so.
+Any field of the config can be overridden, as in `--config.expert.updates=500`; soma_jax/config.py
+lists them. Stopped at any moment, the same command goes on; finished, it says so.
 """
 
 from pathlib import Path

@@ -99,6 +99,14 @@ class Checkpoints:
             raise SomaError(f"{self._path(step)} cannot be read: {_first_line(error)}") from error
         if _digest(found.state) != found.digest["sha256"]:
             raise SomaError(f"{self._path(step)} is damaged: its content is not what was saved")
+        for (path, want), got in zip(
+            jax.tree_util.tree_leaves_with_path(like), jax.tree.leaves(found.state), strict=True
+        ):
+            if (want.shape, want.dtype) != (got.shape, got.dtype):
+                raise SomaError(
+                    f"{self._path(step)}{jax.tree_util.keystr(path)} is {got.dtype}{got.shape}, "
+                    f"and {want.dtype}{want.shape} is wanted: it is of another model"
+                )
         return found.state
 
     def newest(self, like: PyTree, at_most: int | None = None) -> tuple[int, PyTree] | None:

@@ -31,7 +31,11 @@ def _parse(argv: Sequence[str]) -> list[str]:
     """absl's parser, with every complaint about a flag (also ml_collections') as one line."""
     try:
         return flags.FLAGS(argv)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+    except (AttributeError, KeyError) as error:  # how ml_collections tells it
+        raise SomaError(
+            f"the config has no such field: {error}. soma_jax/config.py lists all of them"
+        ) from error
+    except (flags.Error, TypeError, ValueError, OSError) as error:
         raise SomaError(f"{error}. Run with --help for the flags") from error
 
 

@@ -23,7 +23,7 @@ from soma_jax.data.windows import CONTEXT
 from soma_jax.errors import SomaError
 from soma_jax.routing.router import Router
 
-_FLOAT = jnp.finfo(jnp.float32)
+_TINY = 1e-30  # as good as zero, and far enough from where float32 underflows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +116,9 @@ def sample(
     """
     log_p = jnp.log(probs)
     order = jnp.argsort(-log_p)
-    # The largest is subtracted first, so that no temperature overflows.
-    log_p = (log_p - log_p.max())[order] / jnp.clip(temperature, _FLOAT.tiny, _FLOAT.max)
+    # The largest is subtracted first, and 1/T kept in float32's range: no temperature overflows.
+    log_p = (log_p - log_p.max())[order] / jnp.clip(temperature, _TINY, 1 / _TINY)
     p = jax.nn.softmax(log_p)
-    kept = jnp.cumsum(p) - p < jnp.where(top_p < 1, jnp.maximum(top_p, _FLOAT.tiny), jnp.inf)
+    kept = jnp.cumsum(p) - p < jnp.where(top_p < 1, jnp.maximum(top_p, _TINY), jnp.inf)
     drawn = jax.random.categorical(key, jnp.where(kept, log_p, -jnp.inf))
     return order[jnp.where(temperature > 0, drawn, 0)].astype(jnp.int32)

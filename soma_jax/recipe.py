@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,8 +52,9 @@ def run(config: Config, workdir: Workdir) -> dict[str, Any]:
       Interrupted: on SIGTERM or Ctrl-C, after saving.
     """
     with workdir.lock(), Interruptions() as interruptions:
-        workdir.adopt(config)
+        workdir.check(config)
         corpora = _open_corpora(config, workdir)
+        workdir.adopt(config)
         this = _Run(config, workdir, interruptions, **corpora)
         if workdir.summary.exists():
             console.print(f"{workdir.path}: finished; nothing to do")
@@ -98,6 +100,10 @@ def _newest(directory: Path, config: Config, stage: Stage) -> expert.ExpertState
 
 def _open_corpora(config: Config, workdir: Workdir) -> dict[str, store.Store]:
     """Opens the chunk stores of the run, or builds them; what is wrong with a corpus shows here."""
+    if not workdir.config.exists() and workdir.data.exists():
+        shutil.rmtree(
+            workdir.data
+        )  # of a command that was stopped or refused, perhaps of other texts
     result = {}
     for split in ("train", "valid", "test"):
         spec, directory = getattr(config.data, split), workdir.store(split)

@@ -30,6 +30,7 @@ class Workdir:
     def __init__(self, path: Path):
         self.path = Path(path).absolute()
         self.config = self.path / "config.json"
+        self.data = self.path / "data"
         self.seed = self.path / "seed"
         self.router = self.path / "router"
         self.assignment = self.path / "assignment.npy"
@@ -39,7 +40,7 @@ class Workdir:
         self.summary = self.report / "summary.json"
 
     def store(self, split: str) -> Path:
-        return self.path / "data" / split
+        return self.data / split
 
     def expert(self, index: int) -> Path:
         return self.path / "experts" / f"{index:03d}"
@@ -62,27 +63,35 @@ class Workdir:
             ) from None
         return file
 
-    def adopt(self, config: Config) -> None:
-        """Writes the config of a new run, or checks that a resumed one has the same.
+    def check(self, config: Config) -> None:
+        """Checks that a resumed run has the config it was started with.
 
         Raises:
-          SomaError: naming the fields that changed. What is under `run` may.
+          SomaError: naming the fields that changed (what is under `run` may), or what is in a
+            directory that is no workdir.
         """
-        values = dataclasses.asdict(config)
         if not self.config.exists():
-            if unknown := [p for p in self.path.iterdir() if p.name != "lock"]:
-                raise SomaError(
-                    f"{self.path} holds {unknown[0].name} but no config.json: it is not a workdir; "
-                    "choose another --workdir"
-                )
-            write_json(self.config, values)
+            for path in self.path.iterdir():
+                if path.name not in (
+                    "lock",
+                    "data",
+                ):  # data: of a run that was stopped before adopt
+                    raise SomaError(
+                        f"{self.path} holds {path.name} but no config.json: it is not a workdir; "
+                        "choose another --workdir"
+                    )
             return
-        changed = _differences(read_json(self.config), values, "config")
+        changed = _differences(read_json(self.config), dataclasses.asdict(config), "config")
         if changed := [c for c in changed if not c.startswith("config.run.")]:
             raise SomaError(
                 f"{self.path} was started with another config: {'; '.join(changed)}. Use the same "
                 "config, or another --workdir"
             )
+
+    def adopt(self, config: Config) -> None:
+        """Makes this the workdir of a run with this config, once its input is known to be good."""
+        if not self.config.exists():
+            write_json(self.config, dataclasses.asdict(config))
 
     def read_config(self) -> Config:
         """The config of an existing run.

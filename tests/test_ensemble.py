@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def keys(count: int):
 def compiled(experts: int, devices: int, stage: Stage):
     """The ensemble, and its update as an executable (compiled once for all tests)."""
     mesh = ensemble.make_mesh(experts, stage, jax.devices()[:devices])
-    together = ensemble.Ensemble(mesh, stage)
+    together: Any = ensemble.Ensemble(mesh, stage)
     return together, together.update.lower(*arguments(together, experts, 0, stage)).compile()
 
 
@@ -49,17 +50,16 @@ def arguments(together, experts: int, update: int, stage: Stage, states=None):
         states = ensemble.stack([start(i, stage) for i in range(experts)])
     drawn = np.stack([windows(i, update, stage) for i in range(experts)])
     batch = expert.split_batch(drawn, stage)
-    placed = together.place(states), together.place_batch(batch), together.place(keys(experts))
-    return placed
+    return together.place(states), together.place_batch(batch), together.place(keys(experts))
 
 
 def train(experts: int, devices: int, stage: Stage = STAGE, poisoned: int | None = None):
     """Each expert's state after three updates, and the losses [updates, experts]."""
     together, update = compiled(experts, devices, stage)
-    states = [start(i, stage) for i in range(experts)]
+    begin = [start(i, stage) for i in range(experts)]
     if poisoned is not None:
-        states[poisoned] = poison(states[poisoned])
-    states, losses = ensemble.stack(states), []
+        begin[poisoned] = poison(begin[poisoned])
+    states, losses = ensemble.stack(begin), []
     for i in range(UPDATES):
         states, loss = update(*arguments(together, experts, i, stage, states))
         losses.append(np.asarray(loss))
@@ -67,7 +67,7 @@ def train(experts: int, devices: int, stage: Stage = STAGE, poisoned: int | None
 
 
 def poison(state):
-    body = state.params["body"] | {"final_gain": jnp.full(4, 3e38)}
+    body = state.params["body"] | {"final_gain": jnp.full(4, 3e38, jnp.float32)}
     return state.replace(params=state.params | {"body": body})
 
 
@@ -166,8 +166,7 @@ def test_stack_and_unstack_are_inverse():
     back = ensemble.unstack(stacked)
     assert len(back) == 3
     for state, original in zip(back, states, strict=True):
-        assert jax.tree.structure(state) == jax.tree.structure(original)
-        np.testing.assert_array_equal(flat(state), flat(original))
+        jax.tree.map(np.testing.assert_array_equal, state, original)
 
 
 @pytest.mark.parametrize(

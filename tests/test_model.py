@@ -1,4 +1,6 @@
+import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,7 @@ def random_expert(config: ExpertConfig, seed: int = 0) -> model.Params:
     return jax.tree.map(draw, shapes(config))
 
 
-def random_bytes(*shape: int, seed: int = 0) -> np.ndarray:
+def random_bytes(*shape: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).integers(256, size=shape, dtype=np.uint8)
 
 
@@ -147,7 +149,7 @@ def loop_losses(params: model.Params, windows: np.ndarray) -> np.ndarray:
     for b, window in enumerate(windows):
         d = body["final_gain"].size
         state = [(np.zeros(d), np.zeros(d)) for _ in body["blocks"]]
-        for t, (byte, target) in enumerate(zip(window[:-1], window[1:], strict=True)):
+        for t, (byte, target) in enumerate(itertools.pairwise(window)):
             x = head[byte] @ body["input_projection"]
             for i, block in enumerate(body["blocks"]):
                 h, c = state[i]

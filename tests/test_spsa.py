@@ -15,7 +15,6 @@ from soma_jax import model, probes
 from soma_jax.spsa import SPSAState, spsa
 
 LAWS = pytest.mark.parametrize("name", ["sparse", "dense"])
-EXPERT = model.ExpertConfig(width=4, blocks=1, embedding=4)
 
 
 def flat(tree) -> np.ndarray:
@@ -23,8 +22,14 @@ def flat(tree) -> np.ndarray:
 
 
 def estimate(value_fn, params, key, batch=None, *, n_pert, eps, law="dense", **options):
+    """One compiled update from a fresh state: (estimate, state)."""
     tx = spsa(n_pert, eps, law=probes.LAWS[law], **options)
-    return tx.update(params, tx.init(params), params, value_fn=value_fn, key=key, batch=batch)
+
+    def update(params, key, batch):
+        state = tx.init(params)
+        return tx.update(params, state, params, value_fn=value_fn, key=key, batch=batch)
+
+    return jax.jit(update)(params, key, batch)
 
 
 def quadratic():
@@ -44,46 +49,44 @@ def quadratic():
     return params, value_fn, gradient, q
 
 
-@functools.cache
-def expert_problem():
-    params = model.init(jax.random.key(0), EXPERT)
-    windows = np.random.default_rng(0).integers(256, size=(2, 5), dtype=np.uint8)
+def waves(xp=jnp):
+    """(params, batch of 8, value_fn): a loss of each sequence, cheap to compile."""
+    params = {
+        "gain": np.array([1, 0.5, 2], np.float32),
+        "w": np.array([[-1, -0.5, 0.1], [0.2, 0.5, 1]], np.float32),
+    }
+    batch = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
 
-    def value_fn(body, windows):
-        return model.sequence_losses({"head": params["head"], "body": body}, windows)
+    def value_fn(params, batch):
+        return ((xp.sin(batch @ params["w"]) * params["gain"]) ** 2).sum(-1)
 
-    return params["body"], value_fn, windows
+    return params, batch, value_fn
 
 
 # The estimate is the paper's
 
 
-@pytest.mark.parametrize(("name", "own_batch"), [("sparse", False), ("dense", True)])
+@LAWS
+@pytest.mark.parametrize("own_batch", [False, True])
 def test_estimate_equals_a_loop_over_directions(name, own_batch):
     """Eq. 2, one direction and one sign after the other; direction j's key is fold_in(key, j)."""
-    n, eps, key = 5, 1e-2, jax.random.key(3)
-    body, value_fn, windows = expert_problem()
-    batch = np.stack([np.roll(windows, j, axis=1) + j for j in range(n)]) if own_batch else windows
-    loss_of = jax.jit(value_fn)
-    total, losses = np.zeros(flat(body).size), []
+    n, eps, key = 8, 0.05, jax.random.key(3)
+    params, batch, value_fn = waves(np)
+    total, losses = np.zeros(9), []
     for j in range(n):
-        z = probes.LAWS[name](jax.random.fold_in(key, j), body)
-        pair = [
-            loss_of(
-                jax.tree.map(lambda p, z, s=s: p + s * eps * z, body, z),
-                batch[j] if own_batch else batch,
-            )
-            for s in (1, -1)
-        ]
-        pair = np.asarray(pair, np.float64).mean(1)
-        losses.append(pair.mean())
-        total += (pair[0] - pair[1]) / (2 * eps) * flat(z) / n
+        z = probes.LAWS[name](jax.random.fold_in(key, j), params)
+        seen = batch[j] if own_batch else batch
+        plus, minus = (
+            value_fn({k: np.float64(params[k]) + sign * eps * z[k] for k in params}, seen).mean()
+            for sign in (1, -1)
+        )
+        total += (plus - minus) / (2 * eps) * flat(z) / n
+        losses += [plus, minus]
     g, state = estimate(
-        value_fn, body, key, batch, n_pert=n, eps=eps, law=name, own_batch=own_batch
+        waves()[2], params, key, batch, n_pert=n, eps=eps, law=name, own_batch=own_batch
     )
-    assert np.abs(total).max() > 0.01
-    # Two losses near 5.5 that are 2 eps apart: a rounding of one shows as 2.4e-5.
-    np.testing.assert_allclose(flat(g), total, atol=3e-5)
+    assert np.abs(total).min() > 1e-3
+    np.testing.assert_allclose(flat(g), total, atol=1e-5)
     assert float(state.loss) == pytest.approx(np.mean(losses), rel=1e-6)
 
 
@@ -100,13 +103,13 @@ def test_mean_of_many_directions_is_the_gradient_weighted_by_activity(name):
 
 @LAWS
 def test_relative_variance_is_the_papers(name):
-    """Section 6: sum_j q_j (1 + s - 2 q_j) g_j^2 / (n |g|^2), which is (d - 1)/n for dense probes."""
+    """Section 6: sum_j q_j (1 + s - 2 q_j) g_j^2 / (n |g|^2); (d - 1)/n for dense probes."""
     params, value_fn, gradient, q = quadratic()
     n, repeats = 3, 20_000
     keys = jax.random.split(jax.random.key(1), repeats)
     run = lambda key: estimate(value_fn, params, key, n_pert=n, eps=0.5, law=name)[0]  # noqa: E731
-    estimates = jax.tree.leaves(jax.jit(jax.vmap(run))(keys))
-    estimates = np.concatenate([np.reshape(x, (repeats, -1)) for x in estimates], axis=1)
+    leaves = jax.tree.leaves(jax.jit(jax.vmap(run))(keys))
+    estimates = np.concatenate([np.reshape(x, (repeats, -1)) for x in leaves], axis=1)
     gradient, q = flat(gradient), flat(q) if name == "sparse" else np.ones(19)
     norm = (gradient**2).sum()
     errors = ((estimates - q * gradient) ** 2).sum(1) / norm
@@ -116,25 +119,23 @@ def test_relative_variance_is_the_papers(name):
     assert abs(errors.mean() - expected) < 5 * errors.std() / math.sqrt(repeats)
 
 
-@LAWS
-def test_estimates_the_gradient_of_an_expert(name):
+def test_estimates_the_gradient_of_an_expert():
     """Against reverse-mode differentiation, coordinate by coordinate."""
-    body, value_fn, windows = expert_problem()
-    n = 4096
-    run = jax.jit(
-        lambda key: estimate(value_fn, body, key, windows, n_pert=n, eps=1e-2, law=name, chunk=64)[
-            0
-        ]
-    )
-    g = flat(run(jax.random.key(0)))
-    gradient = flat(jax.grad(lambda body: value_fn(body, windows).mean())(body))
-    ndim = flat(jax.tree.map(lambda x: jnp.full(x.shape, x.ndim), body))
-    q = np.where((ndim == 2) & (name == "sparse"), 0.5, 1.0)
+    params = model.init(jax.random.key(0), model.ExpertConfig(width=4, blocks=1, embedding=4))
+    windows = np.random.default_rng(0).integers(256, size=(2, 5), dtype=np.uint8)
+
+    def value_fn(body, windows):
+        return model.sequence_losses({"head": params["head"], "body": body}, windows)
+
+    n, body, key = 4096, params["body"], jax.random.key(0)
+    g, _ = estimate(value_fn, body, key, windows, n_pert=n, eps=1e-2, law="sparse", chunk=64)
+    gradient = flat(jax.jit(jax.grad(lambda body: value_fn(body, windows).mean()))(body))
+    q = flat(jax.tree.map(lambda x: np.full(x.shape, 0.5 if x.ndim == 2 else 1.0), body))
     variance = q * (gradient**2 + (q * gradient**2).sum() - q * gradient**2) - (q * gradient) ** 2
-    scores = (g - q * gradient) / np.sqrt(variance / n)
+    scores = (flat(g) - q * gradient) / np.sqrt(variance / n)
     assert np.abs(scores).max() < 5
     assert (scores**2).mean() == pytest.approx(1, abs=5 * math.sqrt(2 / scores.size))
-    cosine = g @ (q * gradient) / np.linalg.norm(g) / np.linalg.norm(q * gradient)
+    cosine = flat(g) @ (q * gradient) / np.linalg.norm(flat(g)) / np.linalg.norm(q * gradient)
     assert cosine > 0.9
 
 
@@ -169,18 +170,6 @@ def test_low_precision_losses_are_subtracted_in_float32():
 # It works anywhere
 
 
-def waves():
-    """(params, batch of 8, value_fn): a loss of each sequence, cheap to compile."""
-    params = {"w": jnp.linspace(-1, 1, 6).reshape(2, 3), "gain": jnp.ones(3)}
-    batch = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
-
-    def value_fn(params, batch):
-        y = jnp.sin(batch @ params["w"]) * params["gain"]
-        return (y**2).sum(-1)
-
-    return params, batch, value_fn
-
-
 @pytest.mark.parametrize("own_batch", [False, True])
 def test_chunks_do_not_change_the_result(own_batch):
     params, batch, value_fn = waves()
@@ -193,6 +182,12 @@ def test_chunks_do_not_change_the_result(own_batch):
         results.append(np.append(flat(g), state.loss))
     for other in results[1:]:
         np.testing.assert_allclose(other, results[0], atol=1e-6)
+
+
+def probe_mesh(devices):
+    return jax.make_mesh(
+        (devices,), ("probe",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,)
+    )
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -208,7 +203,7 @@ def test_directions_split_over_devices_give_the_same_estimate(devices, own_batch
         )  # fmt: skip
 
     split = jax.shard_map(
-        lambda *args: run(*args, axis_name="probe"),
+        functools.partial(run, axis_name="probe"),
         mesh=probe_mesh(devices),
         in_specs=(P(), P(), P("probe") if own_batch else P()),
         out_specs=P(),
@@ -216,12 +211,6 @@ def test_directions_split_over_devices_give_the_same_estimate(devices, own_batch
     one = jax.jit(run)(params, jax.random.key(5), batch)
     many = jax.jit(split)(params, jax.random.key(5), batch)
     np.testing.assert_allclose(flat(many), flat(one), atol=1e-6)
-
-
-def probe_mesh(devices):
-    return jax.make_mesh(
-        (devices,), ("probe",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,)
-    )
 
 
 def test_directions_that_do_not_divide_over_devices_are_refused():
@@ -250,7 +239,6 @@ def test_directions_that_do_not_divide_over_devices_are_refused():
 def test_any_pytree_and_any_loss(params):
     value_fn = lambda params, _: sum(x.sum() for x in jax.tree.leaves(params))  # noqa: E731
     g, state = estimate(value_fn, params, jax.random.key(0), n_pert=8, eps=0.5)
-    assert jax.tree.structure(g) == jax.tree.structure(params)
     jax.tree.map(lambda g, p: np.testing.assert_equal(g.shape, p.shape), g, params)
     assert flat(g).size < 2 or (flat(g) != 0).any()
     assert state.loss.dtype == jnp.float32
@@ -291,10 +279,11 @@ def test_optimizes_a_parabola_in_an_injected_chain_and_compiles_once():
             spsa(4, eps, law=probes.dense_rademacher), optax.scale_by_learning_rate(learning_rate)
         )
 
-    tx = chain(learning_rate=0.1, eps=0.1)
+    tx, traces = chain(learning_rate=0.1, eps=0.1), []
 
     @jax.jit
     def step(x, state, key):
+        traces.append(key)
         updates, state = tx.update(
             x, state, x, value_fn=parabola, key=key, batch=None, value=0.0, grad=x
         )
@@ -305,7 +294,7 @@ def test_optimizes_a_parabola_in_an_injected_chain_and_compiles_once():
     for update in range(60):
         state.hyperparams["eps"] = jnp.asarray(0.1 / (1 + update), jnp.float32)
         x, state = step(x, state, jax.random.key(update))
-    assert step._cache_size() == 1
+    assert len(traces) == 1
     np.testing.assert_allclose(x, 0, atol=0.02)
     assert isinstance(state.inner_state[0], SPSAState)
     assert float(state.inner_state[0].loss) < 0.01

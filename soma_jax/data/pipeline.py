@@ -15,8 +15,9 @@ def shard_windows(
 ) -> grain.MapDataset:
     """An endless dataset of training batches, `ds[step]`: uint8 [batch, length].
 
-    Each epoch visits every chunk of the shard once, in a new order, and starts a window at a random
-    byte of the chunk. A window that would leave its document is moved back to end with it; a
+    Each epoch visits every chunk of the shard once, in a new order, and takes a window at a random
+    place inside it: an expert sees its own shard only. A window longer than its chunk starts with
+    it; one that would leave its document is moved back to end with it; a
     document shorter than `length` is read from its start on into the next one (the last ones of
     the store are moved back). `ds[step]` is a pure function of the store and the arguments, so a
     run resumes at any step, and iteration gives the same batches as indexing.
@@ -68,7 +69,8 @@ def shard_windows(
         ]
 
     def draw(ids: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        starts = store.chunks[ids] + rng.integers(0, store.chunk_sizes(ids))
+        room = np.maximum(store.chunk_sizes(ids) - length, 0)
+        starts = store.chunks[ids] + rng.integers(0, room + 1)
         return store.windows(place(starts, store, length), length)
 
     steps = grain.MapDataset.range(sys.maxsize // batch)
@@ -98,7 +100,7 @@ def split_shard(
             "Use fewer experts or a larger corpus"
         )
     shuffled = np.random.default_rng(seed).permutation(chunk_ids)
-    count = max(1, round(validation_share * len(chunk_ids)))
+    count = min(max(1, round(validation_share * len(chunk_ids))), len(chunk_ids) - 1)
     return shuffled[count:], shuffled[:count]
 
 

@@ -224,7 +224,11 @@ def check_sources(store: Store, spec: Spec) -> None:
             if moved:
                 del removed[moved[0]]
                 added.remove(path)
-    differences = {"added": list(map(source_name, added)), "removed": list(removed), "changed": changed}
+    differences = {
+        "added": list(map(source_name, added)),
+        "removed": list(removed),
+        "changed": changed,
+    }
     if any(differences.values()):
         raise SomaError(
             f"The corpus is not the one that {store.directory} was built from: "

@@ -41,11 +41,15 @@ def write(workdir: Workdir) -> str:
 
 
 def show(workdir: Workdir) -> None:
-    """Prints the table of a finished run and where its report is; makes it if it is missing."""
+    """Prints the table of a finished run and where its report is.
+
+    The report is made where it is missing or older than the summary.
+    """
     console.print(terminal_table(read_json(workdir.summary)))
-    if not _page(workdir).exists():
+    where = _page(workdir)
+    if not where.exists() or where.stat().st_mtime < workdir.summary.stat().st_mtime:
         write(workdir)
-    console.print(f"report: {_page(workdir)}")
+    console.print(f"report: {where}")
 
 
 def _page(workdir: Workdir) -> Path:

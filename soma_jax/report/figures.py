@@ -47,7 +47,9 @@ def draw(
       experts: metric lines of each expert.
       curve: the ensemble's validation losses.
     """
-    figures = {"clusters.png": clusters(summary["experts"])}
+    figures = {}
+    if len(summary["experts"]) > 1:
+        figures["clusters.png"] = clusters(summary["experts"])
     if seed or any(experts):
         figures["loss.png"] = loss(summary, seed, experts, curve)
     if len(summary["test"]["by_k"]) > 1:
@@ -62,19 +64,20 @@ def loss(summary: dict[str, Any], seed: Lines, experts: Sequence[Lines], curve: 
 
     The whole run above; below it the experts' part, where there is one.
     """
-    panels = 2 if any(experts) else 1
-    figure = _figure(8, 1 + 3.8 * panels)
-    whole, *zoomed = figure.subplots(panels, squeeze=False)[:, 0]
+    rows = 2 if any(experts) else 1
+    figure, (whole, *zoomed) = _panels(8, 1 + 3.8 * rows, rows=rows)
     branch = summary["byte_forwards_by_stage"]["seed"]
     ensemble = _ensemble_points(summary, curve)
     for axes in (whole, *zoomed):
         _plot(axes, _smooth(_points(seed, "loss")), color="black", **_THIN)
         _plot(axes, _points(seed, "validation"), color="black", label="seed", **_THICK)
-        own_shards = _plot_experts(axes, experts, branch)
-        _plot(axes, ensemble, color="black", ls="--", marker="D", ms=4, lw=1, label="ensemble")
-        for name, style in (("bigram", "-."), ("trigram", ":")):
-            label = f"{name} on the test text"
-            axes.axhline(summary["test"][name], color=_GREY, ls=style, lw=1.4, label=label)
+        if any(experts):
+            own_shards = _plot_experts(axes, experts, branch)
+        style = {"ls": "--", "lw": 1, "marker": "D", "ms": 4}
+        _plot(axes, ensemble, color="black", label="ensemble (validation corpus)", **style)
+        for name, dashes in (("bigram", "-."), ("trigram", ":")):
+            label = f"{name} (test text)"
+            axes.axhline(summary["test"][name], color=_GREY, ls=dashes, lw=1.4, label=label)
         axes.set_xlabel("byte-forwards of one expert, its seed's included")
         axes.set_ylabel("nats/byte")
         axes.xaxis.set_major_formatter(_engineering())
@@ -84,7 +87,7 @@ def loss(summary: dict[str, Any], seed: Lines, experts: Sequence[Lines], curve: 
         shown = np.concatenate([own_shards, ensemble[ensemble[:, 0] >= branch]])
         axes.set_xlim(*_padded(shown[:, 0]))
         axes.set_ylim(*_padded(shown[:, 1]))
-    _legend(figure, whole, columns=4)
+    _legend(figure, whole)
     return figure
 
 
@@ -96,6 +99,8 @@ def _points(lines: Lines, key: str, start: float = 0) -> Points:
 
 def _smooth(points: Points) -> Points:
     """The running mean over a twentieth of the points."""
+    if not len(points):
+        return points
     width = max(1, len(points) // 20)
     return np.lib.stride_tricks.sliding_window_view(points, width, axis=0).mean(-1)
 
@@ -115,7 +120,8 @@ def _ensemble_points(summary: dict[str, Any], curve: Lines) -> Points:
 
 def _plot(axes: Axes, points: Points, **style: Any) -> None:
     if len(points):
-        axes.plot(*points.T, **style)
+        dot = {"marker": "o"} if len(points) == 1 else {}  # a line of one point is not seen
+        axes.plot(*points.T, **(dot | style))
 
 
 def _plot_experts(axes: Axes, experts: Sequence[Lines], branch: float) -> Points:
@@ -132,7 +138,7 @@ def _plot_experts(axes: Axes, experts: Sequence[Lines], branch: float) -> Points
     _plot(axes, _smooth(median), color=COLORS[1], **_THIN)
     low, median, high = _quantiles(validation)
     _plot(axes, median, color=COLORS[1], label=f"{len(experts)} experts, median", **_THICK)
-    band = {"color": COLORS[1], "alpha": 0.2, "lw": 0, "label": "10-90% of them"}
+    band: dict[str, Any] = {"color": COLORS[1], "alpha": 0.2, "lw": 0, "label": "10-90% of them"}
     axes.fill_between(low[:, 0], low[:, 1], high[:, 1], **band)
     return np.concatenate([low, high])
 
@@ -150,33 +156,31 @@ def _padded(values: np.ndarray) -> tuple[float, float]:
 
 def clusters(experts: Sequence[dict[str, Any]]) -> Figure:
     """What each cluster holds: its size and its words; of many clusters, how the sizes spread."""
-    sizes = np.array([e["bytes"] for e in experts], float)
+    sizes = np.array([expert["bytes"] for expert in experts])
     if len(experts) > _BARS:
-        figure = _figure(8, 4)
-        axes = figure.subplots()
+        figure, (axes,) = _panels(8, 4)
         axes.hist(sizes, bins=min(40, len(experts) // 4), color=COLORS[3], edgecolor="white")
         axes.set_ylabel("number of shards")
-        axes.axvline(sizes.mean(), color="black", ls="--", lw=1.2, label="equal shares")
     else:
-        figure = _figure(8, 1.5 + 0.55 * len(experts))
-        axes = figure.subplots()
+        figure, (axes,) = _panels(8, 1.5 + 0.55 * len(experts))
         rows = np.arange(len(experts))
-        axes.barh(rows, sizes, height=0.38, color=COLORS[3])
+        axes.barh(rows, sizes, height=0.4, color=COLORS[3])
         for row, expert in zip(rows, experts, strict=True):
             words = shorten(", ".join(expert["top_terms"]), 90, placeholder=" ...")
-            words = _drawable(words) or "(no words stand out)"
             axes.annotate(
-                words,
-                (0, row),
-                xytext=(3, 10),
+                _drawable(words) or "(no words stand out)",
+                (0, row - 0.2),
+                xytext=(3, 1),
                 textcoords="offset points",
-                fontsize=9,
                 va="bottom",
+                fontsize=9,
                 parse_math=False,
+                bbox={"color": "white", "pad": 0.5},  # over the line of equal shares
             )
         axes.set_yticks(rows, [f"expert {i}" for i in rows])
-        axes.set_ylim(len(experts) - 0.6, -0.75)
-        axes.axvline(sizes.mean(), color="black", ls="--", lw=1.2, label="equal shares")
+        axes.set_ylim(len(experts) - 0.6, -0.7)
+        axes.grid(visible=False, axis="y")
+    axes.axvline(sizes.mean(), color="black", ls="--", lw=1.2, label="equal shares")
     axes.set_xlim(0, 1.1 * sizes.max())
     axes.set_xlabel("size of the shard (bytes)")
     axes.xaxis.set_major_formatter(_engineering())
@@ -196,34 +200,43 @@ def _drawable(text: str) -> str:
 def loss_by_k(summary: dict[str, Any]) -> Figure:
     """Loss by the number of experts whose probabilities are averaged, a panel for each text."""
     texts = [name for name in TEXTS if name in summary]
-    figure = _figure(4.2 * len(texts) if len(texts) > 1 else 5.5, 3.8)
-    for axes, name in zip(figure.subplots(1, len(texts), squeeze=False)[0], texts, strict=True):
+    figure, panels = _panels(4.2 * len(texts) if len(texts) > 1 else 5.5, 3.8, columns=len(texts))
+    for axes, name in zip(panels, texts, strict=True):
         text = summary[name]
         k = np.arange(1, len(text["by_k"]) + 1)
         axes.plot(k, text["by_k"], "o-", color=COLORS[1], label="routed ensemble")
         used = active(summary)
-        ring = {"ms": 11, "mfc": "none", "mec": "black", "ls": ""}
+        ring: dict[str, Any] = {"ms": 11, "mfc": "none", "mec": "black", "ls": ""}
         axes.plot(used, text["by_k"][used - 1], "o", **ring, label=f"this run, k = {used}")
         axes.axhline(text["seed"], color="black", ls="--", lw=1.4, label="seed alone")
         axes.margins(0.12, 0.2)
-        axes.set_xticks(k)
+        axes.locator_params(axis="x", integer=True)
         axes.set_xlabel("active experts k")
         axes.set_ylabel("nats/byte")
         axes.set_title(TEXTS[name])
-    _legend(figure, axes, columns=3)
+    _legend(figure, axes)
     return figure
 
 
-def _figure(width: float, height: float) -> Figure:
+def _panels(
+    width: float, height: float, rows: int = 1, columns: int = 1
+) -> tuple[Figure, Sequence[Axes]]:
+    """A figure of the given inches and its panels."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#dddddd", lw=0.6)
+        axes.set_axisbelow(True)
+    return figure, panels
 
 
-def _legend(figure: Figure, axes: Axes, columns: int = 1) -> None:
+def _legend(figure: Figure, axes: Axes) -> None:
     """A legend under the panels, which share what `axes` shows."""
     entries = axes.get_legend_handles_labels()
-    figure.legend(*entries, loc="outside lower center", ncols=columns, frameon=False)
+    figure.legend(*entries, loc="outside lower center", ncols=3, frameon=False)
 
 
 def _engineering() -> Any:
@@ -233,10 +246,6 @@ def _engineering() -> Any:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#dddddd", lw=0.6)
-        axes.set_axisbelow(True)
     with naming_the_disk(path):
         temporary = path.with_name(f".{path.name}.tmp")
         with temporary.open("wb") as file:

@@ -86,7 +86,7 @@ def markdown(summary: Summary, figures: Sequence[str]) -> str:
         _warnings_section(summary),
         _loss_section(summary),
         _training_section(figures),
-        _experts_section(summary),
+        _experts_section(summary, figures),
         _by_k_section(summary, figures),
         _compute_section(summary),
         _settings_section(summary),
@@ -142,12 +142,17 @@ def warnings(summary: Summary) -> list[str]:
     for text in _texts(summary):
         verdict = _verdict(summary[text], "seed")
         if verdict != "better than":
-            found.append(
-                f"**On the {TEXTS[text]} the {_ensemble(summary)} is {verdict} the seed alone.** "
+            advice = (
                 "Training the experts has not paid. While their validation loss still falls, raise "
                 "`config.expert.updates`; where it is flat or rises, lower "
                 "`config.expert.learning_rate` and `config.expert.eps`, or raise "
                 "`config.expert.n_pert`. If only the interval is too wide, score more documents."
+                if summary["config"]["expert"]["updates"]
+                else "The experts were not trained: raise `config.expert.updates`."
+            )
+            found.append(
+                f"**On the {TEXTS[text]} the {_ensemble(summary)} is {verdict} the seed alone.** "
+                f"{advice}"
             )
         if _verdict(summary[text], "unigram") == "worse than":
             found.append(
@@ -262,7 +267,7 @@ shard. Thin lines are training losses, a running mean over a twentieth of the st
 compare a curve with itself; the n-grams on the test text are there for scale."""
 
 
-def _experts_section(summary: Summary) -> str:
+def _experts_section(summary: Summary, figures: Sequence[str]) -> str:
     first = summary["test"]["routed_first"]
     rows = []
     for i, expert in enumerate(summary["experts"]):
@@ -275,12 +280,11 @@ def _experts_section(summary: Summary) -> str:
     table = _table(header, rows, left=2)
     if len(rows) > _MANY:
         table = _folded(f"All {len(rows)} experts", table)
+    figure = "![What the text was split into](clusters.png)\n\n"
     return f"""\
 ## Experts
 
-![What the text was split into](clusters.png)
-
-{table}
+{figure if "clusters.png" in figures else ""}{table}
 
 **words**: those the shard has most above the average. **seed**, **expert**: nats/byte on the part
 of the shard kept for validation, where every byte of a training-length window is scored: not to be

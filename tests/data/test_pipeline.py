@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soma_jax.data.pipeline import place, shard_windows
+from soma_jax.data.pipeline import place, shard_windows, split_shard, validation_windows
 from soma_jax.data.store import build_store
 from soma_jax.errors import SomaError
 
@@ -100,13 +100,13 @@ def test_iteration_equals_indexing_and_resumes_at_any_step(store):
     resumed.close()
 
 
-def test_windows_start_anywhere_in_their_chunk(tmp_path):
+def test_windows_lie_anywhere_inside_their_chunk(tmp_path):
     store = store_of(tmp_path, ["".join(map(chr, range(40, 104)))])
     ds = shard_windows(store, np.array([2]), length=3, batch=64, seed=0)
     starts = np.concatenate([ds[step][:, 0] for step in range(20)]) - 40
     values, counts = np.unique(starts, return_counts=True)
-    assert values.tolist() == list(range(16, 24))
-    assert counts.min() > 100  # of 1,280: about 160 each
+    assert values.tolist() == list(range(16, 22))  # the chunk is bytes 16 to 23
+    assert counts.min() > 150  # of 1,280: about 213 each
 
 
 def test_a_short_last_chunk_is_visited_like_any_other(tmp_path):
@@ -182,3 +182,28 @@ def test_a_store_of_one_window(tmp_path):
     store = store_of(tmp_path, ["abc", "d"])
     ds = shard_windows(store, np.arange(2), length=4, batch=3, seed=0)
     assert [window.tobytes() for window in ds[0]] == [b"abcd"] * 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(2, 500), share=st.floats(0.001, 0.999), seed=st.integers(0, 2**31 - 1))
+def test_a_shard_is_split_into_two_parts_that_are_never_empty(n, share, seed):
+    chunks = np.arange(7, 7 + n)
+    train, validation = split_shard(chunks, share, seed)
+    assert sorted([*train, *validation]) == chunks.tolist()
+    assert abs(len(validation) - share * n) <= 1
+    assert len(train) > 0 < len(validation)
+    np.testing.assert_array_equal(train, split_shard(chunks, share, seed)[0])
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_shard_too_small_to_split_is_refused(n):
+    with pytest.raises(SomaError, match="fewer experts"):
+        split_shard(np.arange(n), 0.01, 0)
+
+
+def test_validation_windows_tile_their_chunks_and_repeat(tmp_path):
+    store = store_of(tmp_path, ["".join(map(chr, range(40, 104)))])  # chunks of 8
+    found = validation_windows(store, np.array([2, 0]), length=5, count=5) - 40
+    # Windows of 5 bytes predict 4: two in a chunk of 8, then the first again.
+    assert found[:, 0].tolist() == [16, 20, 0, 4, 16]
+    assert (np.diff(found.astype(int), axis=1) == 1).all()
