@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 from absl import flags
+from rich.console import Console
+from rich.progress import track
 
 from soma_jax import cli, evaluate, recipe, summary
 from soma_jax.config import Config
@@ -125,15 +127,14 @@ def _totals(
     scores: Iterable[tuple[windows.Windows, evaluate.Scores]], n_experts: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Nats and bytes scored [documents], and windows routed first to each expert [N]."""
-    from tqdm import tqdm
-
     parts = [(np.zeros(0, np.int32), np.zeros(0), np.zeros(0))]
     first = np.zeros(n_experts, np.int64)
-    with tqdm(desc="scored", unit="B", unit_scale=True, disable=None) as progress:  # on a terminal
-        for group, some in scores:
-            parts.append(_by_document(group.document, some.sums[:, -1], some.counts))
-            first += np.bincount(some.routes[:, 0], minlength=n_experts)
-            progress.update(int(some.counts.sum()))
+    console = Console(stderr=True)
+    for group, some in track(
+        scores, "scoring", console=console, transient=True, disable=not console.is_terminal
+    ):
+        parts.append(_by_document(group.document, some.sums[:, -1], some.counts))
+        first += np.bincount(some.routes[:, 0], minlength=n_experts)
     # Once more, since a long document spans groups.
     _, sums, counts = _by_document(*(np.concatenate(part) for part in zip(*parts, strict=True)))
     return sums, counts, first

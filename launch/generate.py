@@ -29,8 +29,7 @@ _ACTIVE = flags.DEFINE_integer(
 
 
 def main() -> None:
-    for stop in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C, or `| head`: end without a traceback
-        signal.signal(stop, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     sampling = Sampling(_TEMPERATURE.value, _TOP_P.value, _SEED.value)
     config, experts, router = recipe.load(Path(_WORKDIR.value))
     prompt = sys.stdin.buffer.read() if _PROMPT.value == "-" else os.fsencode(_PROMPT.value)

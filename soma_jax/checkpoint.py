@@ -117,12 +117,15 @@ class Checkpoints:
         Raises:
           SomaError: when there are checkpoints and none of them is whole.
         """
-        steps = [s for s in self.steps() if at_most is None or s <= at_most]
+        before = self.steps()
+        steps = [s for s in before if at_most is None or s <= at_most]
         for step in reversed(steps):
             try:
                 return step, self.restore(step, like)
             except SomaError as error:
                 logging.warning("%s; trying the one before it", error)
+        if steps and self.steps() != before:  # a run that goes on has replaced them meanwhile
+            return self.newest(like, at_most)
         if steps:
             raise SomaError(
                 f"none of the checkpoints under {self._directory} is whole. Restore them from a "

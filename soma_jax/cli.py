@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -36,7 +37,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
             f"the config has no such field: {error}. soma_jax/config.py lists all of them"
         ) from error
     except (flags.Error, TypeError, ValueError, OSError) as error:
-        raise SomaError(f"{error}. Run with --help for the flags") from error
+        raise SomaError(f"{str(error).rstrip('.')}. Run with --help for the flags") from error
 
 
 def _checked(main: Callable[[], None], argv: Sequence[str]) -> None:
@@ -49,6 +50,8 @@ def _checked(main: Callable[[], None], argv: Sequence[str]) -> None:
     except Interrupted as stop:
         print(f"stopped by {stop}; run the same command again to go on", file=sys.stderr)
         sys.exit(128 + stop.signum)
+    except KeyboardInterrupt:  # in a command that has nothing to save
+        sys.exit(128 + signal.SIGINT)
 
 
 def use_host_devices(count: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import resource
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -129,6 +130,10 @@ def compute(config: Config) -> dict[str, Any]:
         "operations": sum(parts.values()) * shape.operations_per_byte,
         "parameters": experts * shape.body_parameters + heads * shape.head_parameters,
         "devices": len(jax.devices()),
+        "device": jax.devices()[0].device_kind,
+        "versions": {
+            name: metadata.version(name) for name in ("soma_jax", "jax", "jaxlib", "optax")
+        },
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "config": dataclasses.asdict(config),
     }

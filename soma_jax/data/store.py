@@ -138,7 +138,7 @@ def build_store(
       directory: where the store is to be. It must not exist, or be an empty folder.
       text_field: the JSON field or parquet column that holds the text.
       chunk_bytes: length of a chunk.
-      progress: called with the number of document bytes just written (`tqdm.update` fits).
+      progress: called with the number of document bytes just written.
 
     Raises:
       SomaError: the corpus cannot be read or changed meanwhile; the directory is taken, lies in

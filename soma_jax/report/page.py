@@ -325,9 +325,10 @@ def _compute_section(summary: Summary) -> str:
 - {_big(summary["operations"])} arithmetic operations in the matrix products of training (a
   multiply-add is two).
 - {device_hours(summary):,.3f} device-hours: the seconds of the seed and the experts, with
-  compilation and validation, x {_count(summary["devices"], "device")} / 3600.
+  compilation and validation, x {_count(summary["devices"], "device")} ({summary["device"]}) / 3600.
 - {summary["peak_rss_bytes"] / 2**30:.2f} GiB of host memory at the peak.
-- Seconds are of the wall clock, over all the starts it took."""
+- Seconds are of the wall clock, over all the starts it took.
+- Versions: {", ".join(f"{name} {version}" for name, version in summary["versions"].items())}."""
 
 
 def device_hours(summary: Summary) -> float:

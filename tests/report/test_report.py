@@ -60,6 +60,8 @@ def make_summary(experts: int = 4, *, seed_updates=100, expert_updates=200, **te
         "operations": 81_920 * sum(spent.values()),
         "parameters": 41_120 * experts,
         "devices": 4,
+        "device": "cpu",
+        "versions": {"soma_jax": "0.1.0", "jax": "0.10.2"},
         "peak_rss_bytes": 3 * 2**29,
         "config": {
             "random_seed": 17,
@@ -321,7 +323,7 @@ def test_compute_is_counted_from_the_summary():
     assert page.device_hours(summary) == (1800 + 5400) * 4 / 3600 == 8.0
     text = page.markdown(summary, [])
     assert "- 8.000 device-hours: " in text
-    assert "x 4 devices / 3600" in text
+    assert "x 4 devices (cpu) / 3600" in text
     assert "7.37 × 10¹⁰ arithmetic operations" in text  # 81,920 x 900,000
     assert "- 1.50 GiB of host memory" in text
     assert tables(text)[-1] == [
