@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import typing
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_collections
+import numpy as np
 
 from soma_jax import probes
 from soma_jax.errors import SomaError
 from soma_jax.model import ExpertConfig
 
 
-def _field(
-    default: Any,
-    at_least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> Any:
-    return dataclasses.field(
-        default=default, metadata={"at_least": at_least, "above": above, "below": below}
-    )
+def _field(default: Any, **limits: float) -> Any:
+    """A field with limits by name: at_least, above, below, at_most."""
+    return dataclasses.field(default=default, metadata=limits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +51,7 @@ class Data:
 class Cluster:
     """Text features and balanced spherical k-means (paper, section 3)."""
 
-    sample_chunks: int = _field(
-        400_000, at_least=1
-    )  # chunks the features and centroids are fitted on
+    sample_chunks: int = _field(400_000, at_least=1)  # the router is fitted on as many chunks
     max_features: int = _field(50_000, at_least=1)  # TF-IDF vocabulary
     min_df: int = _field(5, at_least=1)  # a term must occur in this many sampled chunks
     components: int = _field(128, at_least=1)  # of the truncated SVD
@@ -71,17 +66,13 @@ class Stage:
     n_pert: int = _field(64, at_least=1)  # directions an update
     probe: str = "sparse"  # law of a direction: a name in soma_jax.probes.LAWS
     sequences: int = _field(64, at_least=1)  # B: windows a direction sees
-    own_batch: bool = (
-        False  # False: all directions share B windows (paper). True: each has its own B
-    )
+    own_batch: bool = False  # each direction sees B windows of its own; the paper's share them
     window: int = _field(1024, at_least=1)  # T: predicted bytes a window
-    head_sequences: int = _field(
-        0, at_least=0
-    )  # windows for E's delta rule each update; 0 freezes E
+    head_sequences: int = _field(0, at_least=0)  # windows of E's delta rule; 0 freezes E
     learning_rate: float = _field(1e-3, at_least=0)  # 0 leaves the parameters as they are
     eps: float = _field(1e-3, above=0)  # probe radius
-    decay_to: float = _field(1.0, above=0)  # rate and eps end at this part of their start (cosine)
-    floor: float = _field(1e-5, at_least=0)  # neither the rate nor eps is halved below this
+    decay_to: float = _field(1.0, above=0, at_most=1)  # cosine: what is left of both at the end
+    floor: float = _field(1e-5, at_least=0)  # neither the rate nor eps is decayed below this
     patience: int = _field(1000, at_least=1)  # updates without improvement before both are halved
     weight_decay: float = _field(1e-4, at_least=0)  # coupled: added to the estimate
     b1: float = _field(0.9, at_least=0, below=1)  # Adam
@@ -177,21 +168,30 @@ def _build(cls: type, values: dict[str, Any], path: str) -> Any:
     return cls(**arguments)
 
 
-def _check_value(where: str, value: Any, kind: type, limits: Any) -> Any:
-    if kind is float and type(value) is int:
+_LIMITS: dict[str, tuple[str, Callable[[Any, float], bool]]] = {
+    "at_least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "below": ("below", operator.lt),
+    "at_most": ("at most", operator.le),
+}
+
+
+def _check_value(where: str, value: Any, kind: type, limits: Mapping[str, float]) -> Any:
+    if kind is float and type(value) is int and abs(value) < 2**53:
         value = float(value)
     if type(value) is not kind:
         raise SomaError(f"{where} must be of type {kind.__name__}, not {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise SomaError(f"{where} must be a finite number, not {value!r}")
-    for name, holds, words in (
-        ("at_least", lambda limit: value >= limit, "at least"),
-        ("above", lambda limit: value > limit, "above"),
-        ("below", lambda limit: value < limit, "below"),
-    ):
-        limit = limits.get(name)
-        if limit is not None and not holds(limit):
-            raise SomaError(f"{where} must be {words} {limit:g}, not {value!r}")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise SomaError(f"{where} must be a finite number, not {value!r}")
+        with np.errstate(over="ignore", under="ignore"):
+            lost = not np.isfinite(np.float32(value)) or (value != 0 and np.float32(value) == 0)
+        if lost:
+            raise SomaError(f"{where} must be a number that float32 holds, not {value!r}")
+    for name, limit in limits.items():
+        words, holds = _LIMITS[name]
+        if not holds(value, limit):
+            raise SomaError(f"{where} must be {words} {limit}, not {value!r}")
     return value
 
 
@@ -211,7 +211,8 @@ def _check_stage(path: str, stage: Stage) -> None:
             f"({stage.validate_every}): the rule looks when the expert is validated"
         )
     tiny = 2.0**-20  # smaller steps round away on float32 weights of order 1
-    if stage.eps * stage.decay_to < tiny:
+    if min(stage.eps, stage.floor) < tiny:
         raise SomaError(
-            f"{path}.eps falls to {stage.eps * stage.decay_to:g}; float32 weights need {tiny:.2g}"
+            f"{path}.eps can fall to {min(stage.eps, stage.floor):g} ({path}.floor); float32 "
+            f"weights need {tiny:.2g}"
         )

@@ -116,19 +116,18 @@ def update(
         )
         new_params["head"] = optax.apply_updates(params["head"], step)
 
-    finite = jnp.isfinite(loss)
-    for leaf in jax.tree.leaves(new_params):
-        finite &= jnp.isfinite(leaf).all()
-    alive = state.failed < 0
-    good = finite & alive
     new_state = state.replace(
         params=new_params,
         body_optimizer=body_optimizer,
         head_optimizer=head_optimizer,
         update=state.update + 1,
     )
+    # The body's optimizer state holds the loss.
+    reached = jax.tree.leaves((new_params, body_optimizer, head_optimizer))
+    finite = jnp.stack([jnp.isfinite(x).all() for x in reached]).all()
+    good = finite & (state.failed < 0)
+    failed = jnp.where(finite, state.failed, state.update)
     new_state = jax.tree.map(lambda new, old: jnp.where(good, new, old), new_state, state)
-    failed = jnp.where(alive & ~finite, state.update, state.failed)
     return new_state.replace(failed=failed), loss
 
 

@@ -150,10 +150,11 @@ def apply(
 
 
 def byte_losses(params: Params, window_BxL: jax.Array) -> jax.Array:
-    """Next-byte cross-entropy in nats of windows of L = T + 1 bytes, [B, T], in float32."""
+    """Next-byte cross-entropy in nats of windows of T + 1 bytes, [B, T], in float32 or better."""
     window = window_BxL.astype(jnp.int32)
     h_TxBxe, _ = features(params, window[:, :-1])
-    logits = (h_TxBxe @ params["head"].T).astype(jnp.float32)
+    logits = h_TxBxe @ params["head"].T
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     target = jnp.take_along_axis(logits, window[:, 1:].T[..., None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits, axis=-1) - target).T
 

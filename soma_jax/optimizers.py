@@ -59,8 +59,8 @@ def plateau(stage: Stage) -> optax.GradientTransformationExtraArgs:
 
 
 def scaled(stage: Stage, start: float, scale: jax.Array, update: jax.Array) -> jax.Array:
-    """The rate or eps at an update: the cosine from 1 to `decay_to`, and the plateau's scale, which
-    does not take it below the floor."""
+    """The rate or eps at an update: its start times the plateau's scale times the cosine from 1 to
+    `decay_to`, and never below the floor."""
     progress = update / max(stage.updates, 1)
     cosine = stage.decay_to + (1 - stage.decay_to) * (1 + jnp.cos(jnp.pi * progress)) / 2
-    return jnp.maximum(start * scale, min(start, stage.floor)) * cosine
+    return jnp.maximum(start * scale * cosine, min(start, stage.floor))

@@ -20,6 +20,7 @@ def key(random_seed: int, stream: str, *indices: int) -> jax.Array:
 
 
 def integer(random_seed: int, stream: str, *indices: int) -> int:
-    """A 32-bit seed of a named stream for libraries that take integers (Grain, scikit-learn)."""
-    words = (random_seed, zlib.crc32(stream.encode()), *indices)
+    """A seed below 2**31 of a named stream, for libraries that take integers (Grain, numpy)."""
+    # The count keeps (0,) and (0, 0) apart: SeedSequence pads with zeros.
+    words = (random_seed, zlib.crc32(stream.encode()), len(indices), *indices)
     return int(np.random.SeedSequence(words).generate_state(1)[0]) % 2**31

@@ -96,6 +96,12 @@ def spsa(
         del updates, state, extra
         if params is None:
             raise ValueError("spsa needs params: call update(updates, state, params, ...)")
+        for leaf in jax.tree.leaves(params):
+            if isinstance(eps, float) and eps < jnp.finfo(leaf.dtype).eps:
+                raise ValueError(
+                    f"eps={eps} rounds away on {leaf.dtype} parameters of order 1 (their spacing "
+                    f"is {jnp.finfo(leaf.dtype).eps}): perturb float32 ones and let the loss cast"
+                )
         devices = 1 if axis_name is None else lax.axis_size(axis_name)
         if n_pert % devices:
             raise ValueError(f"n_pert={n_pert} cannot be split over {devices} devices evenly")
@@ -108,6 +114,7 @@ def spsa(
             losses = jax.vmap(lambda sign: value_fn(_add_scaled(params, sign * eps, z), batch_j))(
                 jnp.array([1.0, -1.0])
             )
+            losses = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
             return z, (losses[0] - losses[1]).mean() / (2 * eps), losses.mean()
 
         def add_chunk(total, xs):

@@ -10,7 +10,8 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 4)
 # Many tests, and the processes they start, compile the same small programs.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="soma_jax_cache"))
+_CACHE = tempfile.TemporaryDirectory(prefix="soma_jax_cache", ignore_cleanup_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 for option, value in (
     ("jax_persistent_cache_min_compile_time_secs", 0),

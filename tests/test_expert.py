@@ -162,9 +162,9 @@ def test_rate_and_eps_of_an_update_follow_the_schedule():
 # Failure
 
 
-def poisoned(state):
+def poisoned(state, gain=3e38):
     """Finite parameters whose logits overflow."""
-    body = state.params["body"] | {"final_gain": jnp.full(4, 3e38, jnp.float32)}
+    body = state.params["body"] | {"final_gain": jnp.full(4, gain, jnp.float32)}
     return state.replace(params=state.params | {"body": body})
 
 
@@ -180,6 +180,14 @@ def test_an_update_that_is_not_finite_is_not_taken(head_sequences):
     # It stays as it failed, even where its loss would be finite again.
     for state in (after, healthy.replace(failed=jnp.int32(2))):
         assert_bits_equal(train(stage, state=state)[0], state)
+
+
+def test_an_update_whose_moments_overflow_is_not_taken():
+    """An infinite second moment would hold the expert where it is for good, its loss finite."""
+    before = poisoned(start(STAGE), gain=1e20)
+    after, loss = train(STAGE, state=before)
+    assert np.isfinite(loss)
+    assert_bits_equal(after, before.replace(failed=jnp.int32(0)))
 
 
 # Validation
