@@ -2,7 +2,7 @@
 
 python launch/main.py --config=configs/soma_n4.py
 
-docs/default_run.md has the losses, the wall time and the memory it took.
+docs/default_run/report.md is what it wrote: losses, wall time, memory.
 """
 
 from soma_jax.config import default_config
