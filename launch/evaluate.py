@@ -22,6 +22,7 @@ from soma_jax import cli, evaluate, recipe, summary
 from soma_jax.config import Config
 from soma_jax.data import corpus, store, windows
 from soma_jax.errors import SomaError
+from soma_jax.files import read_json
 from soma_jax.stats import paired_bootstrap
 from soma_jax.workdir import Workdir
 
@@ -57,7 +58,9 @@ def main() -> None:
             f"{_DATA.value}: none of the {left_out.total()} documents holds {windows.CONTEXT + 2} "
             "bytes, the fewest that can be scored: give longer documents"
         )
-    nats = np.array(paired_bootstrap(sums, counts, config.evaluation.bootstrap, config.random_seed))
+    nats = np.array(
+        paired_bootstrap(sums, counts, config.evaluation.bootstrap, config.evaluation.seed)
+    )
     bits = nats / np.log(2)
     result = {
         "workdir": str(workdir.path),
@@ -82,7 +85,8 @@ def _test_windows(
 ) -> Iterator[windows.Windows]:
     """The run's test text by the test protocol, as one group."""
     test = store.open_store(workdir.store("test"))
-    drawn = summary.test_windows(test, config)
+    screened = read_json(workdir.screened) if workdir.screened.exists() else []
+    drawn = summary.drawn_windows(test, config, screened)
     left_out["not drawn"] = test.n_documents - len(drawn)
     yield drawn
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from soma_jax.data.windows import CONTEXT, WINDOW, Windows, scored_mask
+from soma_jax.data.windows import CONTEXT, WINDOW, Text, Windows, scored_mask
 from soma_jax.errors import SomaError
 
 NAMES = ("unigram", "bigram", "trigram")
@@ -28,7 +28,7 @@ class NGram(NamedTuple):
     counts: tuple[npt.NDArray[np.int64], ...]  # k-grams, [256**k], for k = 1 .. order
 
     @classmethod
-    def fit(cls, documents: Iterable[bytes | npt.NDArray[np.uint8]], order: int = 3) -> "NGram":
+    def fit(cls, documents: Iterable[Text], order: int = 3) -> "NGram":
         """Counts the k-grams inside each document, reading the documents once.
 
         Order 3 holds a table of 128 MiB, of which text touches a small part.
@@ -74,19 +74,16 @@ def _grams(ids: npt.NDArray[np.uint8], k: int) -> npt.NDArray[np.int64]:
     return grams
 
 
-def ngram_nats(
-    train_documents: Iterable[bytes | npt.NDArray[np.uint8]], windows: Windows
-) -> dict[str, float]:
-    """nats/byte of the unigram, bigram and trigram fitted on `train_documents`.
+def ngram_nats(trigram: NGram, windows: Windows) -> dict[str, float]:
+    """nats/byte of a fitted trigram and of the bigram and unigram it holds.
 
     Raises:
-        SomaError: nothing to fit on or nothing to score.
+        SomaError: nothing to score.
     """
     _scored_bytes(windows)
-    counts = NGram.fit(train_documents).counts
     nats = {}
     for order, name in enumerate(NAMES, 1):
-        sums, scored = NGram(counts[:order]).score(windows)
+        sums, scored = NGram(trigram.counts[:order]).score(windows)
         nats[name] = float(sums.sum() / scored.sum())
     return nats
 

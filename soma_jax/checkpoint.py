@@ -53,7 +53,8 @@ class Checkpoints:
         """Saves a state of arrays, then deletes what is older than the newest `keep`.
 
         Raises:
-          SomaError: when it cannot be written; earlier checkpoints are then untouched.
+          SomaError: when it cannot be written, or there is one of this update already; what is
+            there is then untouched.
         """
         state = jax.tree.map(np.asarray, jax.device_get(state))
         target = self._path(step)
@@ -67,10 +68,8 @@ class Checkpoints:
                     state=ocp.args.StandardSave(state),
                     digest=ocp.args.JsonSave({"sha256": _digest(state)}),
                 ),
-                force=True,  # what is there under this name was found damaged, or is the same
             )
         except Exception as error:  # a full disk comes as OSError, ValueError, XlaRuntimeError
-            shutil.rmtree(target, ignore_errors=True)
             raise SomaError(
                 f"cannot save update {step} under {self._directory}: {_first_line(error)}. Make "
                 "room (or mend the permissions) and run the same command again: it goes on from "
@@ -129,7 +128,7 @@ class Checkpoints:
         if steps:
             raise SomaError(
                 f"none of the checkpoints under {self._directory} is whole. Restore them from a "
-                "copy, or delete that directory to train this expert again from its start"
+                "copy; this expert is lost otherwise"
             )
         return None
 

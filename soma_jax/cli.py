@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -30,13 +31,17 @@ def run(main: Callable[[], None]) -> None:
 
 def _parse(argv: Sequence[str]) -> list[str]:
     """absl's parser, with every complaint about a flag (also ml_collections') as one line."""
+    for word in argv[1:]:
+        mantissa = re.fullmatch(r"[^=]*=[+-]?([\d.]+)[eE][+-]?\d+", word)
+        if mantissa and re.search("[1-9]", mantissa[1]) and float(word.partition("=")[2]) == 0:
+            raise SomaError(f"{word}: the number is too small to be told from 0")
     try:
         return flags.FLAGS(argv)
     except (AttributeError, KeyError) as error:  # how ml_collections tells it
         raise SomaError(
             f"the config has no such field: {error}. soma_jax/config.py lists all of them"
         ) from error
-    except (flags.Error, TypeError, ValueError, OSError) as error:
+    except (flags.Error, SyntaxError, TypeError, ValueError, OSError) as error:
         raise SomaError(f"{str(error).rstrip('.')}. Run with --help for the flags") from error
 
 
@@ -61,4 +66,8 @@ def use_host_devices(count: int) -> None:
     """
     import jax
 
-    jax.config.update("jax_num_cpu_devices", count or len(os.sched_getaffinity(0)))
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:  # not on Linux
+        cores = os.cpu_count() or 1
+    jax.config.update("jax_num_cpu_devices", count or cores)

@@ -8,6 +8,7 @@ dataclasses and refuses what is out of range before anything is read or compiled
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import operator
 import typing
@@ -97,6 +98,7 @@ class Evaluation:
     """The scoring protocol (paper, section 4)."""
 
     documents: int = _field(4096, at_least=1)  # test documents, one window each
+    seed: int = _field(0, at_least=0, below=2**32)  # of the draw of windows; the same for all runs
     wikitext: bool = True  # also score the WikiText-103 test text
     bootstrap: int = _field(10_000, at_least=1)  # draws for the 95% intervals
 
@@ -146,6 +148,8 @@ def resolve(config: ml_collections.ConfigDict) -> Config:
     resolved = _build(Config, config.to_dict(), "config")
     for name in ("seed", "expert"):
         _check_stage(f"config.{name}", getattr(resolved, name))
+    if resolved.run.tensorboard and not importlib.util.find_spec("tensorboardX"):
+        raise SomaError('config.run.tensorboard needs: pip install "soma_jax[tensorboard]"')
     return resolved
 
 

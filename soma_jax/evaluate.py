@@ -79,7 +79,7 @@ def _routed(experts: Sequence[model.Params], ids: np.ndarray, routes: np.ndarray
 
 def _target_log_probabilities(params: model.Params, ids: np.ndarray) -> np.ndarray:
     """Log-probabilities float32 [n, 768] of the targets at byte indices 257..1024."""
-    rows = _ROWS * len(jax.devices())
+    rows = _ROWS * len(_devices())
     result = np.zeros((len(ids), ids.shape[1] - CONTEXT - 1), np.float32)
     for start in range(0, len(ids), rows):
         some = ids[start : start + rows]
@@ -89,12 +89,18 @@ def _target_log_probabilities(params: model.Params, ids: np.ndarray) -> np.ndarr
     return result
 
 
+def _devices() -> list[jax.Device]:
+    return jax.devices()[:8]  # more would mostly score padding
+
+
 @cache
 def _score_rows():
-    mesh = jax.make_mesh((len(jax.devices()),), ("rows",), axis_types=(AxisType.Auto,))
+    devices = _devices()
+    mesh = jax.make_mesh((len(devices),), ("rows",), (AxisType.Auto,), devices=devices)
 
     def rows(params: model.Params, ids: jax.Array) -> jax.Array:
-        return -model.byte_losses(params, ids)[:, CONTEXT:].astype(jnp.float32)
+        with jax.default_matmul_precision("highest"):  # float32 also where TF32 is the default
+            return -model.byte_losses(params, ids)[:, CONTEXT:].astype(jnp.float32)
 
     return jax.jit(
         jax.shard_map(

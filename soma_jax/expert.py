@@ -137,4 +137,5 @@ def validate(
     """The expert's loss on its own validation windows [], which drives its plateau rule."""
     loss = model.sequence_losses(state.params, windows_WxL).mean()
     _, plateau = optimizers.plateau(stage).update({}, state.plateau, value=loss)
-    return state.replace(plateau=plateau), loss
+    failed = jnp.where(jnp.isfinite(loss) | (state.failed >= 0), state.failed, state.update)
+    return state.replace(plateau=plateau, failed=failed), loss

@@ -54,9 +54,10 @@ class Interruptions:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Inside, the first signal only sets `pending`."""
+        """Inside, the first signal only sets `pending`; it is raised at the end at the latest."""
         self._postpone = True
         try:
             yield
         finally:
             self._postpone = False
+        self.check()

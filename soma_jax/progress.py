@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +18,20 @@ _SECONDS_BETWEEN_LINES = 20.0
 def _time(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes}:{seconds:02d}"
+
+
+@contextmanager
+def activity(words: str) -> Iterator[Callable[[str], None]]:
+    """Something that takes a while: a moving sign on a terminal, a line elsewhere.
+
+    Yields a function that shows other words (on a terminal).
+    """
+    if console.is_terminal:
+        with console.status(words) as status:
+            yield status.update
+    else:
+        console.print(words)
+        yield lambda _: None
 
 
 class StageProgress:

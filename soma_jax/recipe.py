@@ -1,4 +1,4 @@
-"""The recipe, stage by stage (paper, section 3): seed, cluster, branch, train, route and score.
+"""The recipe, stage by stage (paper, section 3): cluster, seed, branch, train, route and score.
 
 Each stage leaves its result in the workdir, complete or absent, and is skipped when it is there:
 the same command goes on wherever a run was stopped.
@@ -7,10 +7,11 @@ the same command goes on wherever a run was stopped.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ import numpy as np
 from soma_jax import evaluate, expert, model, randomness, report, summary, training
 from soma_jax.checkpoint import Checkpoints
 from soma_jax.config import Config, Stage
-from soma_jax.data import pipeline, store
+from soma_jax.data import pipeline, store, windows
 from soma_jax.errors import SomaError
-from soma_jax.files import naming_the_disk, read_json, write_json, write_text
+from soma_jax.files import naming_the_disk, read_json, write_bytes, write_json, write_text
 from soma_jax.interrupt import Interruptions
-from soma_jax.progress import console
+from soma_jax.progress import activity, console
 from soma_jax.routing.router import Router
 from soma_jax.workdir import Workdir
 
@@ -39,6 +40,7 @@ class _Run:
     config: Config
     workdir: Workdir
     interruptions: Interruptions
+    screened: list[int]  # test documents that are also training documents
     train: store.Store
     valid: store.Store
     test: store.Store
@@ -54,24 +56,23 @@ def run(config: Config, workdir: Workdir) -> dict[str, Any]:
     with workdir.lock(), Interruptions() as interruptions:
         workdir.check(config)
         corpora = _open_corpora(config, workdir)
-        workdir.adopt(config)
-        this = _Run(config, workdir, interruptions, **corpora)
+        workdir.adopt(config, {split: corpus.fingerprint for split, corpus in corpora.items()})
+        this = _Run(config, workdir, interruptions, read_json(workdir.screened), **corpora)
         if workdir.summary.exists():
             console.print(f"{workdir.path}: finished; nothing to do")
         else:
-            with _timed(workdir, "seed"):
-                seed = _train_seed(this)
+            # The clusters need no seed: what is wrong with them shows before days of training.
             with _timed(workdir, "cluster"):
                 router, assignment = _cluster(this)
+            with _timed(workdir, "seed"):
+                seed = _train_seed(this)
             with _timed(workdir, "experts"):
                 experts, validation = _train_experts(this, seed, router, assignment)
-            with _timed(workdir, "evaluate"):
-                console.print("evaluate: scoring the test texts")
+            with _timed(workdir, "evaluate"), activity("evaluate: scoring the test texts"):
                 trained = summary.Trained(config, seed, experts, router, assignment, validation)
-                scores = summary.scores(trained, this.train, this.test)
-            stages = read_json(workdir.stages)
-            seconds = {"seconds": round(sum(stages.values()), 3), "stages": stages}
-            write_json(workdir.summary, scores | summary.compute(config) | seconds)
+                test = summary.drawn_windows(this.test, config, this.screened)
+                scores = summary.scores(trained, this.train, test, this.screened)
+            write_json(workdir.summary, scores | summary.compute(config, read_json(workdir.stages)))
         report.show(workdir)
         return read_json(workdir.summary)
 
@@ -100,33 +101,62 @@ def _newest(directory: Path, config: Config, stage: Stage) -> expert.ExpertState
 
 def _open_corpora(config: Config, workdir: Workdir) -> dict[str, store.Store]:
     """Opens the chunk stores of the run, or builds them; what is wrong with a corpus shows here."""
-    if not workdir.config.exists() and workdir.data.exists():
-        shutil.rmtree(
-            workdir.data
-        )  # of a command that was stopped or refused, perhaps of other texts
     result = {}
     for split in ("train", "valid", "test"):
         spec, directory = getattr(config.data, split), workdir.store(split)
+        if directory.exists() and not workdir.config.exists():
+            shutil.rmtree(directory)  # of a command that was stopped or refused, perhaps of others
         if directory.exists():
             opened = store.open_store(directory)
             store.check_sources(opened, spec)
         else:
             with naming_the_disk(directory):
                 directory.parent.mkdir(exist_ok=True)
-            opened = store.build_store(
-                spec, directory, config.data.text_field, config.data.chunk_bytes
-            )
+            with activity(f"reading {spec}") as show:
+                opened = _build(config, spec, directory, show)
         result[split] = opened
-        try:
-            if split == "train":
-                needed = max(config.seed.window, config.expert.window) + 1
-                if opened.n_bytes < needed:
-                    raise SomaError(f"{opened.n_bytes} bytes are less than a window of {needed}")
-            else:
-                summary.test_windows(opened, config)
-        except SomaError as error:
-            raise SomaError(f"config.data.{split}={spec}: {error}") from error
+    if not workdir.config.exists():
+        _check_corpora(config, workdir, **result)
     return result
+
+
+def _build(config: Config, spec: str, directory: Path, show: Callable[[str], None]) -> store.Store:
+    read = 0
+
+    def progress(size: int) -> None:
+        nonlocal read
+        read += size
+        show(f"reading {spec}: {read / 1e6:,.0f} MB")
+
+    return store.build_store(
+        spec, directory, config.data.text_field, config.data.chunk_bytes, progress
+    )
+
+
+def _check_corpora(
+    config: Config, workdir: Workdir, train: store.Store, valid: store.Store, test: store.Store
+) -> None:
+    """Refuses corpora too small for the run; screens the test text against the training text."""
+    needed = max(config.seed.window, config.expert.window) + 1
+    if train.n_bytes < needed or train.n_chunks < 2 * config.experts:
+        raise SomaError(
+            f"config.data.train={config.data.train}: {train.n_bytes} bytes in {train.n_chunks} "
+            f"chunks are too few for windows of {needed} bytes and two chunks for each of "
+            f"{config.experts} experts"
+        )
+    with activity("screening the test text against the training text"):
+        screened = windows.screen(train.documents(), test.documents())
+    if screened:
+        console.print(
+            f"{len(screened)} of {test.n_documents} test documents are also training documents: "
+            "they are not scored"
+        )
+    write_json(workdir.screened, screened)
+    for name, some, left_out in (("valid", valid, []), ("test", test, screened)):
+        try:
+            summary.drawn_windows(some, config, left_out)
+        except SomaError as error:
+            raise SomaError(f"config.data.{name}={getattr(config.data, name)}: {error}") from error
 
 
 def _train_seed(this: _Run) -> model.Params:
@@ -142,7 +172,7 @@ def _train_seed(this: _Run) -> model.Params:
 def _cluster(this: _Run) -> tuple[Router, np.ndarray]:
     """The router, fitted on a sample of chunks, and the expert of every chunk."""
     config, workdir, data = this.config, this.workdir, this.train
-    if not workdir.router.exists():
+    if not (workdir.router / "router.json").exists():
         console.print(f"cluster: {data.n_chunks} chunks into {config.experts}")
         rng = np.random.default_rng(randomness.integer(config.random_seed, "cluster sample"))
         count = min(config.cluster.sample_chunks, data.n_chunks)
@@ -158,12 +188,23 @@ def _cluster(this: _Run) -> tuple[Router, np.ndarray]:
     router = Router.load(workdir.router)
     if not workdir.assignment.exists():
         blocks = np.array_split(np.arange(data.n_chunks), -(-data.n_chunks // 4096))
-        assignment = np.concatenate([router.assign([data.chunk(i) for i in b]) for b in blocks])
-        temporary = workdir.assignment.with_suffix(".tmp.npy")
-        with naming_the_disk(workdir.assignment):
-            np.save(temporary, assignment)
-            temporary.replace(workdir.assignment)
-    return router, np.load(workdir.assignment, allow_pickle=False)
+        assigned = [router.assign([data.chunk(i) for i in block]) for block in blocks]
+        content = io.BytesIO()
+        np.save(content, np.concatenate(assigned))
+        write_bytes(workdir.assignment, content.getvalue())
+    try:
+        assignment = np.load(workdir.assignment, allow_pickle=False)
+        sizes = np.bincount(assignment, minlength=config.experts)
+    except (OSError, ValueError, TypeError) as error:
+        raise SomaError(f"cannot read {workdir.assignment}: {error}. Delete it") from error
+    if len(assignment) != data.n_chunks or len(sizes) != config.experts:
+        raise SomaError(f"{workdir.assignment} is not of this corpus and router. Delete it")
+    if sizes.min() < 2:
+        raise SomaError(
+            f"the shard of expert {sizes.argmin()} has {sizes.min()} chunks, and needs one to "
+            "train on and one to validate: use fewer experts or a larger corpus"
+        )
+    return router, assignment
 
 
 def _train_experts(
@@ -191,16 +232,14 @@ def _trainee(
     chunks: np.ndarray,
 ) -> training.Trainee:
     """An expert, with the part of the corpus and the random streams that are its own."""
-    seed = this.config.random_seed
-    try:
-        train, validation = pipeline.split_shard(
-            chunks,
-            this.config.cluster.validation_share,
-            randomness.integer(seed, f"{kind} split", index),
-        )
-    except SomaError as error:
-        raise SomaError(f"{kind} {index}: {error}") from error
-    length = stage.window + 1
+    seed, length = this.config.random_seed, stage.window + 1
+    train, validation = pipeline.split_shard(
+        this.train,
+        chunks,
+        validation_share=this.config.cluster.validation_share,
+        length=length,
+        seed=randomness.integer(seed, f"{kind} split", index),
+    )
     return training.Trainee(
         directory=directory,
         start=expert.init_state(params, stage),
@@ -226,7 +265,7 @@ def _train(
     router: Router | None,
 ) -> list[expert.ExpertState]:
     """Trains a stage, and follows the validation loss of the (routed) ensemble in curve.jsonl."""
-    scored = summary.test_windows(this.valid, this.config)
+    scored = summary.drawn_windows(this.valid, this.config)
     path = this.workdir.curve
 
     def observe(update: int, experts: list[model.Params]) -> None:
@@ -239,7 +278,9 @@ def _train(
             for line in lines
             if (old := json.loads(line))["stage"] != name or old["update"] < update
         ]
-        write_text(path, "".join(f"{line}\n" for line in [*kept, json.dumps(record)]))
+        write_text(
+            path, "".join(f"{line}\n" for line in [*kept, json.dumps(record, allow_nan=False)])
+        )
 
     return training.train(
         name,

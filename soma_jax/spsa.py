@@ -123,7 +123,11 @@ def spsa(
                 js, batches if own_batch else batch
             )
             estimate = jax.tree.map(
-                lambda g, z: g + jnp.tensordot(difference.astype(z.dtype), z, 1), total[0], z
+                lambda g, z: (
+                    g + jnp.tensordot(difference.astype(z.dtype), z, 1, precision="highest")
+                ),
+                total[0],
+                z,
             )
             return (estimate, total[1] + loss.sum().astype(jnp.float32)), None
 

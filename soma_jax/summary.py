@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import resource
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from soma_jax import baselines, evaluate, model
 from soma_jax.config import Config
@@ -35,32 +35,42 @@ class Trained:
     validation: Sequence[np.ndarray]  # each expert's own validation windows, uint8 [W, T + 1]
 
 
-def scores(trained: Trained, train: Store, test: Store) -> dict[str, Any]:
-    """Losses on the test texts and on each expert's own shard, in nats/byte."""
-    drawn = test_windows(test, trained.config)
-    copies = windows.screen(train.documents(), list(test.documents()))
-    if copies:
-        logging.warning("%d test documents are also training documents", len(copies))
-    result: dict[str, Any] = {
-        "test": _text(trained, train, drawn) | {"documents_also_in_training": len(copies)}
-    }
+def scores(
+    trained: Trained, train: Store, test: windows.Windows, screened: Sequence[int]
+) -> dict[str, Any]:
+    """Losses on the test texts and on each expert's own shard, in nats/byte.
+
+    Args:
+      trained: the models.
+      train: the training corpus, for the n-grams.
+      test: of the test corpus, without what was screened out.
+      screened: the test documents that are also training documents.
+    """
+    trigram = baselines.NGram.fit(train.documents())
+    result: dict[str, Any] = {"test": _text(trained, trigram, test)}
+    result["test"]["documents_also_in_training"] = len(screened)
     if trained.config.evaluation.wikitext:
         (document,) = corpus.read_documents("wikitext103:test")
         segments = windows.wikitext_segments(document.read())
         scored = windows.strided(segments, drop_incomplete=True)
-        result["wikitext103_test"] = _text(trained, train, scored)
+        result["wikitext103_test"] = _text(trained, trigram, scored)
     result["experts"] = _shards(trained, train)
     return result
 
 
-def test_windows(some: Store, config: Config) -> windows.Windows:
-    """One window in each of up to `evaluation.documents` documents (paper, section 4)."""
+def drawn_windows(some: Store, config: Config, screened: Sequence[int] = ()) -> windows.Windows:
+    """One window in each of up to `evaluation.documents` documents (paper, section 4).
+
+    Documents of the numbers in `screened` are left out.
+    """
+    left_out = set(screened)
+    documents = [d for i, d in enumerate(some.documents()) if i not in left_out]
     return windows.one_per_document(
-        list(some.documents()), count=config.evaluation.documents, seed=config.random_seed
+        documents, count=config.evaluation.documents, seed=config.evaluation.seed
     )
 
 
-def _text(trained: Trained, train: Store, scored: windows.Windows) -> dict[str, Any]:
+def _text(trained: Trained, trigram: baselines.NGram, scored: windows.Windows) -> dict[str, Any]:
     """Everything that is compared, on the same bytes of one text."""
     config, experts = trained.config, trained.experts
     active = min(config.active, len(experts))
@@ -74,7 +84,7 @@ def _text(trained: Trained, train: Store, scored: windows.Windows) -> dict[str, 
         np.column_stack([*sums, sums[0] - sums[1]]),
         np.bincount(row, ensemble.counts),
         config.evaluation.bootstrap,
-        config.random_seed,
+        config.evaluation.seed,
     )
     compressed = baselines.compressor_nats(scored)
     return {
@@ -82,13 +92,17 @@ def _text(trained: Trained, train: Store, scored: windows.Windows) -> dict[str, 
         "windows": len(scored),
         "ensemble": float(interval.mean[0]),
         "seed": float(interval.mean[1]),
+        "bits": {
+            "ensemble": float(interval.mean[0] / np.log(2)),
+            "seed": float(interval.mean[1] / np.log(2)),
+        },
         "interval": {
             name: [float(interval.low[i]), float(interval.high[i])]
             for i, name in enumerate(("ensemble", "seed", "ensemble_minus_seed"))
         },
         "by_k": [ensemble.nats(k) for k in range(1, most + 1)],
         "routed_first": np.bincount(ensemble.routes[:, 0], minlength=len(experts)).tolist(),
-        **baselines.ngram_nats(train.documents(), scored),
+        **baselines.ngram_nats(trigram, scored),
         **{name.replace(" -", "_"): value for name, value in compressed.items()},
     }
 
@@ -116,13 +130,19 @@ def _shards(trained: Trained, train: Store) -> list[dict[str, Any]]:
     return result
 
 
-def compute(config: Config) -> dict[str, Any]:
-    """What training took, counted from the config, and the memory of this process."""
+def compute(config: Config, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """What training took, counted from the config, and the memory of this process.
+
+    Args:
+      config: of the run.
+      seconds: that each stage took.
+    """
     experts, shape = config.experts, config.expert_shape
     parts = {
         "seed": config.seed.updates * config.seed.byte_forwards_per_update,
         "experts": experts * config.expert.updates * config.expert.byte_forwards_per_update,
     }
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
     heads = experts if config.expert.head_sequences else 1  # frozen, E is shared
     return {
         "byte_forwards": sum(parts.values()),
@@ -134,6 +154,9 @@ def compute(config: Config) -> dict[str, Any]:
         "versions": {
             name: metadata.version(name) for name in ("soma_jax", "jax", "jaxlib", "optax")
         },
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "device_hours": (seconds["seed"] + seconds["experts"]) * len(jax.devices()) / 3600,
+        "seconds": round(sum(seconds.values()), 3),
+        "stages": dict(seconds),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
         "config": dataclasses.asdict(config),
     }

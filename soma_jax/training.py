@@ -90,7 +90,8 @@ def train(
             for lines in metrics:
                 lines.flush()
             for where, state in zip(checkpoints, ensemble.unstack(on_device), strict=True):
-                where.save(done, state)
+                if where.steps()[-1:] != [done]:
+                    where.save(done, state)
 
         work = len(trainees) * stage.byte_forwards_per_update
         progress = stack.enter_context(StageProgress(name, stage.updates, done, work))
@@ -122,7 +123,8 @@ def train(
                         seconds=round(seconds_before + time.monotonic() - started, 3),
                         **{fact: float(values[i]) for fact, values in facts.items()},
                     )
-                progress(done, float(facts["loss"].mean()))
+                if (failed < 0).any():
+                    progress(done, float(facts["loss"][failed < 0].mean()))
             if observe is not None and observe_every and done % observe_every == 0:
                 observe(done, [s.params for s in ensemble.unstack(on_device)])
             if interruptions.pending or time.monotonic() - last_save > run.checkpoint_seconds:
@@ -150,9 +152,13 @@ def _restore(
         if min(steps) == max(steps):
             break
         at_most = min(steps)
-        if at_most == 0:
-            missing = trainees[steps.index(0)].directory
-            logging.warning("%s has no checkpoint: all experts start again with it", missing)
+        if at_most == 0 and max(len(c.steps()) for c in checkpoints) > 1:
+            # Not a kill between the very first saves: something was lost, and is not made up for.
+            lost = trainees[steps.index(0)].directory
+            raise SomaError(
+                f"{lost} has no whole checkpoint at an update at which the other experts have one. "
+                "Restore it from a copy, or start again in a new --workdir"
+            )
     for checkpoint in checkpoints:
         # Left in place, they would count as the newest ones and push out those that we make now.
         checkpoint.delete_after(steps[0])
@@ -225,6 +231,7 @@ class MetricLines:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._file.close()
-        if self._events:
-            self._events.close()
+        with naming_the_disk(self._path):
+            self._file.close()
+            if self._events:
+                self._events.close()

@@ -30,7 +30,9 @@ class Workdir:
     def __init__(self, path: Path):
         self.path = Path(path).absolute()
         self.config = self.path / "config.json"
+        self.corpora = self.path / "corpora.json"
         self.data = self.path / "data"
+        self.screened = self.path / "screened.json"
         self.seed = self.path / "seed"
         self.router = self.path / "router"
         self.assignment = self.path / "assignment.npy"
@@ -48,9 +50,15 @@ class Workdir:
     def lock(self) -> Any:
         """Takes the workdir for this process, until the returned file closes or the process dies.
 
+        The lock is the first file of a workdir, and so the sign that a directory is one.
+
         Raises:
-          SomaError: another run has it.
+          SomaError: another run has it, or the directory holds something else.
         """
+        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / "lock").exists():
+            raise SomaError(
+                f"{self.path} holds files and is not a workdir; choose another --workdir"
+            )
         with naming_the_disk(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / "lock").open("a")
@@ -67,19 +75,9 @@ class Workdir:
         """Checks that a resumed run has the config it was started with.
 
         Raises:
-          SomaError: naming the fields that changed (what is under `run` may), or what is in a
-            directory that is no workdir.
+          SomaError: naming the fields that changed. What is under `run` may.
         """
         if not self.config.exists():
-            for path in self.path.iterdir():
-                if path.name not in (
-                    "lock",
-                    "data",
-                ):  # data: of a run that was stopped before adopt
-                    raise SomaError(
-                        f"{self.path} holds {path.name} but no config.json: it is not a workdir; "
-                        "choose another --workdir"
-                    )
             return
         changed = _differences(read_json(self.config), dataclasses.asdict(config), "config")
         if changed := [c for c in changed if not c.startswith("config.run.")]:
@@ -88,10 +86,25 @@ class Workdir:
                 "config, or another --workdir"
             )
 
-    def adopt(self, config: Config) -> None:
-        """Makes this the workdir of a run with this config, once its input is known to be good."""
+    def adopt(self, config: Config, fingerprints: dict[str, str]) -> None:
+        """Makes this the workdir of a run with this config on these corpora.
+
+        Args:
+          config: of the run; its input is known to be good by now.
+          fingerprints: of the corpus of each split.
+
+        Raises:
+          SomaError: the run was started on other texts.
+        """
         if not self.config.exists():
+            write_json(self.corpora, fingerprints)
             write_json(self.config, dataclasses.asdict(config))
+        for split, fingerprint in read_json(self.corpora).items():
+            if fingerprints[split] != fingerprint:
+                raise SomaError(
+                    f"config.data.{split} holds another text than when {self.path} was started. "
+                    "Restore it, or choose another --workdir"
+                )
 
     def read_config(self) -> Config:
         """The config of an existing run.

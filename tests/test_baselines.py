@@ -121,12 +121,11 @@ def test_other_orders_are_refused(order):
 
 
 def test_nothing_to_fit_or_to_score_is_refused():
-    windows = strided([b"x" * 300], drop_incomplete=False)
     with pytest.raises(SomaError, match="no training bytes"):
-        ngram_nats(iter([b""]), windows)
+        NGram.fit(iter([b""]))
     nothing = strided([b"x" * 257], drop_incomplete=False)
     with pytest.raises(SomaError, match="score no byte"):
-        ngram_nats([b"text"], nothing)
+        ngram_nats(NGram.fit([b"text"]), nothing)
     with pytest.raises(SomaError, match="score no byte"):
         compressor_nats(nothing)
 
@@ -143,7 +142,7 @@ def test_figures_of_the_embedded_test_set():
     )
     windows = one_per_document(test, seed=0)
     assert len(windows) == 74
-    nats = ngram_nats(iter(train), windows) | compressor_nats(windows)
+    nats = ngram_nats(NGram.fit(iter(train)), windows) | compressor_nats(windows)
     assert nats == pytest.approx(
         {"unigram": 3.4342, "bigram": 2.7898, "trigram": 2.1879, "gzip -9": 2.2677}, abs=1e-4
     )

@@ -52,12 +52,12 @@ def test_only_the_newest_are_kept(tmp_path, state):
     assert checkpoints.steps() == [2, 10]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path, state):
+def test_what_is_there_is_not_saved_over(tmp_path, state):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state)
-    changed = state.replace(update=jnp.int32(7))
-    checkpoints.save(1, changed)
-    assert_same(checkpoints.restore(1, state), changed)
+    with pytest.raises(SomaError, match="exists"):
+        checkpoints.save(1, state.replace(update=jnp.int32(7)))
+    assert_same(checkpoints.restore(1, state), state)
 
 
 def test_later_checkpoints_can_be_dropped(tmp_path, state):
@@ -98,6 +98,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, state, damag
     step, restored = checkpoints.newest(state)
     assert step == 1
     assert_same(restored, state)
+    checkpoints.delete_after(step)
     checkpoints.save(2, state)  # and it can be made again
     assert checkpoints.newest(state)[0] == 2
 
@@ -126,7 +127,7 @@ def test_a_failed_save_says_so_and_leaves_the_earlier_one(tmp_path, state, monke
     checkpoints.save(1, state)
 
     def full(*args, **kwargs):
-        (tmp_path / "00000002").mkdir()  # as a save that got half way
+        (tmp_path / "00000002.orbax-checkpoint-tmp").mkdir()  # as a save that got half way
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoints._orbax, "save", full)

@@ -186,6 +186,33 @@ def test_with_no_whole_checkpoint_it_refuses(tmp_path):
         train(trainees)
 
 
+def test_with_no_common_update_left_nothing_restarts_and_nothing_is_deleted(tmp_path):
+    trainees = [make_trainee(tmp_path, i) for i in range(2)]
+    trainees[0].stream.at = {7: cut}
+    with pytest.raises(PowerCut):
+        train(trainees)
+    shutil.rmtree(trainees[1].directory / "checkpoints")
+    with pytest.raises(SomaError, match="001 has no whole checkpoint"):
+        train(trainees)
+    assert Checkpoints(trainees[0].directory / "checkpoints").steps() == [6, 7]
+
+
+def test_a_signal_in_the_last_save_is_not_swallowed(undisturbed, tmp_path, monkeypatch):
+    trainees = [make_trainee(tmp_path, i) for i in range(2)]
+    save = Checkpoints.save
+
+    def save_and_signal(self, step, state):
+        save(self, step, state)
+        if step == 12 and "001" in str(self._directory):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save_and_signal)
+        with pytest.raises(Interrupted):
+            train(trainees)
+    check_against(undisturbed, trainees, train(trainees))
+
+
 def test_a_failed_save_is_told_and_the_run_goes_on_later(undisturbed, tmp_path, monkeypatch):
     trainees = [make_trainee(tmp_path, i) for i in range(2)]
     save = Checkpoints.save

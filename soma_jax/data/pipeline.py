@@ -16,8 +16,8 @@ def shard_windows(
     """An endless dataset of training batches, `ds[step]`: uint8 [batch, length].
 
     Each epoch visits every chunk of the shard once, in a new order, and takes a window at a random
-    place inside it: an expert sees its own shard only. A window longer than its chunk starts with
-    it; one that would leave its document is moved back to end with it; a
+    place inside it. A window longer than its chunk starts with it and runs on into the next; one
+    that would leave its document is moved back to end with it; a
     document shorter than `length` is read from its start on into the next one (the last ones of
     the store are moved back). `ds[step]` is a pure function of the store and the arguments, so a
     run resumes at any step, and iteration gives the same batches as indexing.
@@ -87,9 +87,12 @@ def place(starts: np.ndarray, store: Store, length: int) -> np.ndarray:
 
 
 def split_shard(
-    chunk_ids: np.ndarray, validation_share: float, seed: int
+    store: Store, chunk_ids: np.ndarray, *, validation_share: float, length: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """A shard's chunks for training and for validation (the paper: 99/1), by a draw of `seed`.
+
+    Training chunks whose windows of `length` bytes could share a byte with a validation window are
+    left out, unless there are no others.
 
     Raises:
       SomaError: fewer than two chunks, one for each part.
@@ -101,7 +104,18 @@ def split_shard(
         )
     shuffled = np.random.default_rng(seed).permutation(chunk_ids)
     count = min(max(1, round(validation_share * len(chunk_ids))), len(chunk_ids) - 1)
-    return shuffled[count:], shuffled[:count]
+    validation, train = shuffled[:count], shuffled[count:]
+
+    starts, sizes = store.chunks[train], store.chunk_sizes(train)
+    begins = place(starts, store, length)
+    ends = place(starts + np.maximum(sizes - length, 0), store, length) + length
+    held_out = np.sort(validation)
+    last = store.chunks[held_out] + store.chunk_sizes(held_out) - 1
+    held_out_begins = place(store.chunks[held_out], store, length)
+    held_out_ends = np.maximum.accumulate(place(last, store, length) + length)
+    before = np.searchsorted(held_out_begins, ends)  # held-out windows that begin before each end
+    clear = train[(before == 0) | (held_out_ends[before - 1] <= begins)]
+    return (clear if len(clear) else train), validation
 
 
 def validation_windows(
@@ -109,8 +123,9 @@ def validation_windows(
 ) -> np.ndarray:
     """The first `count` of the windows that tile validation chunks, uint8 [count, length].
 
-    They start every length - 1 bytes, so that each byte is a target once. Where there are fewer,
-    they repeat from the first: the count, and with it the compiled program, is every shard's.
+    They start every length - 1 bytes; one that would leave its document is moved back. Where there
+    are fewer, they repeat from the first: the count, and with it the compiled program, is every
+    shard's.
     """
     pieces = [
         np.arange(start, start + size, length - 1)

@@ -12,6 +12,7 @@ inside documents from each document's start, so the last chunk of a document may
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -103,9 +104,9 @@ class Store:
     def document(self, i: int) -> bytes:
         return self.bytes_[self.offsets[i] : self.offsets[i + 1]].tobytes()
 
-    def documents(self) -> Iterator[bytes]:
-        """All documents, in order."""
-        return map(self.document, range(self.n_documents))
+    def documents(self) -> Iterator[np.ndarray]:
+        """All documents in order, uint8, memory-mapped."""
+        return (self.bytes_[a:b] for a, b in itertools.pairwise(self.offsets))
 
     def document_ids(self) -> Iterator[str]:
         """Where each document came from, in order."""

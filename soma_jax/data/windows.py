@@ -7,7 +7,7 @@ the targets at byte indices 257..1024: 768 of them, so windows 768 bytes apart t
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from soma_jax.errors import SomaError
 
 CONTEXT = 256  # bytes a window is routed on
 WINDOW = 1025  # bytes in a window: 1,024 inputs, each with the next byte as its target
+Text = bytes | npt.NDArray[np.uint8]  # of one document; arrays may be memory-mapped
 STRIDE = WINDOW - CONTEXT - 1  # 768: scored targets in a window, and the step between windows
 
 
@@ -37,7 +38,7 @@ def scored_mask(lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     return np.arange(CONTEXT + 1, WINDOW) < np.asarray(lengths)[:, None]
 
 
-def one_per_document(documents: Sequence[bytes], *, count: int = 4096, seed: int) -> Windows:
+def one_per_document(documents: Sequence[Text], *, count: int = 4096, seed: int) -> Windows:
     """The test protocol: one full window inside each of at most `count` documents.
 
     Documents shorter than 1,025 bytes are left out. Which of the others are drawn, and where in
@@ -60,7 +61,7 @@ def one_per_document(documents: Sequence[bytes], *, count: int = 4096, seed: int
     return _cut(documents, [(i, int(rng.integers(len(documents[i]) - WINDOW + 1))) for i in drawn])
 
 
-def strided(segments: Sequence[bytes], *, drop_incomplete: bool) -> Windows:
+def strided(segments: Sequence[Text], *, drop_incomplete: bool) -> Windows:
     """Windows at offsets 0, 768, 1536, ... of each segment, in order.
 
     With `drop_incomplete` only full windows are kept (the WikiText protocol). Without it the last
@@ -75,7 +76,7 @@ def strided(segments: Sequence[bytes], *, drop_incomplete: bool) -> Windows:
     return _cut(segments, starts)
 
 
-def _cut(documents: Sequence[bytes], starts: Sequence[tuple[int, int]]) -> Windows:
+def _cut(documents: Sequence[Text], starts: Sequence[tuple[int, int]]) -> Windows:
     """One window for each (document, offset)."""
     windows = Windows(
         ids=np.zeros((len(starts), WINDOW), np.uint8),
@@ -115,7 +116,7 @@ def wikitext_segments(raw: bytes) -> list[bytes]:
     return [raw[start:end] for start, end in zip(starts, [*starts[1:], len(raw)], strict=True)]
 
 
-def screen(train_documents: Iterable[bytes], test_documents: Sequence[bytes]) -> list[int]:
+def screen(train_documents: Iterable[Text], test_documents: Iterable[Text]) -> list[int]:
     """Indices of the test documents whose full text occurs as a training document.
 
     Texts are compared after NFKC, case folding and collapsing of whitespace. Equal texts have equal
@@ -128,7 +129,21 @@ def screen(train_documents: Iterable[bytes], test_documents: Sequence[bytes]) ->
     return [index for index, digest in enumerate(digests) if digest in seen]
 
 
-def _digest(text: bytes) -> bytes:
-    decoded = text.decode(errors="surrogateescape")  # keeps what is not UTF-8 apart
-    words = unicodedata.normalize("NFKC", decoded).casefold().split()
-    return hashlib.blake2b(" ".join(words).encode(errors="surrogateescape")).digest()
+def _digest(text: Text) -> bytes:
+    digest = hashlib.blake2b()
+    for piece in _pieces(text):
+        decoded = piece.decode(errors="surrogateescape")  # keeps what is not UTF-8 apart
+        for word in unicodedata.normalize("NFKC", decoded).casefold().split():
+            digest.update(word.encode(errors="surrogateescape") + b" ")
+    return digest.digest()
+
+
+def _pieces(text: Text, size: int = 1 << 20) -> Iterator[bytes]:
+    """A text in pieces that end with a space or line end, where words and NFKC can be cut."""
+    start = 0
+    while start < len(text):
+        end = start + size
+        while end < len(text) and text[end - 1] not in b" \n":
+            end += 1
+        yield bytes(text[start:end])
+        start = end

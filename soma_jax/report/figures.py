@@ -5,7 +5,7 @@ Experts are drawn one by one up to 8 of them; beyond, as their median and 10-90%
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from soma_jax.files import naming_the_disk
+from soma_jax.files import write_bytes
 from soma_jax.report.page import TEXTS, active
 
 if TYPE_CHECKING:
@@ -246,10 +246,6 @@ def _engineering() -> Any:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    with naming_the_disk(path):
-        temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("wb") as file:
-            figure.savefig(file, format="png", dpi=_DPI)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=_DPI)
+    write_bytes(path, content.getvalue())

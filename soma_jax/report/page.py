@@ -288,9 +288,9 @@ def _experts_section(summary: Summary, figures: Sequence[str]) -> str:
 
 **words**: those the shard has most above the average. **seed**, **expert**: nats/byte on the part
 of the shard kept for validation, where every byte of a training-length window is scored: not to be
-compared with the test text. **gain**: seed - expert; positive is better. The seed may have been
-trained on some of that part, the expert was not. **test windows**: those of the test text whose
-nearest expert this is."""
+compared with the test text. **gain**: seed - expert; positive is better. The seed was trained on
+nearly all of the text, most of that part included; the expert was not trained on it. **test
+windows**: those of the test text whose nearest expert this is."""
 
 
 def _by_k_section(summary: Summary, figures: Sequence[str]) -> str:
@@ -324,17 +324,12 @@ def _compute_section(summary: Summary) -> str:
 - A byte-forward is one byte through one perturbed expert. Validation and scoring are not counted.
 - {_big(summary["operations"])} arithmetic operations in the matrix products of training (a
   multiply-add is two).
-- {device_hours(summary):,.3f} device-hours: the seconds of the seed and the experts, with
+- {summary["device_hours"]:,.3f} device-hours: the seconds of the seed and the experts, with
   compilation and validation, x {_count(summary["devices"], "device")} ({summary["device"]}) / 3600.
 - {summary["peak_rss_bytes"] / 2**30:.2f} GiB of host memory at the peak.
-- Seconds are of the wall clock, over all the starts it took.
+- Seconds are of the wall clock, over all the starts it took but those that were killed; memory is
+  of the last start.
 - Versions: {", ".join(f"{name} {version}" for name, version in summary["versions"].items())}."""
-
-
-def device_hours(summary: Summary) -> float:
-    """Training seconds of the seed and the experts x devices / 3600."""
-    stages = summary["stages"]
-    return (stages["seed"] + stages["experts"]) * summary["devices"] / 3600
 
 
 def _settings_section(summary: Summary) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from soma_jax.errors import SomaError
+from soma_jax.files import write_bytes, write_json
 from soma_jax.routing.features import TextFeatures, check_finite
 from soma_jax.routing.kmeans import balanced_spherical_kmeans
 
@@ -141,7 +142,6 @@ class Router:
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes router.npz and router.json; until router.json is there, there is no router."""
         directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **self._arrays())
         about = {
@@ -151,8 +151,8 @@ class Router:
             "sha256": hashlib.sha256(buffer.getvalue()).hexdigest(),
         }
         (directory / "router.json").unlink(missing_ok=True)  # never beside arrays it does not match
-        _write(directory / "router.npz", buffer.getvalue())
-        _write(directory / "router.json", (json.dumps(about, indent=1) + "\n").encode())
+        write_bytes(directory / "router.npz", buffer.getvalue())
+        write_json(directory / "router.json", about)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> "Router":
@@ -190,13 +190,3 @@ class Router:
                 mean=arrays["mean"],
             )
             return cls(text_features, arrays["centroids"])
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Puts a file in place complete or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -6,7 +6,7 @@ import json
 import grain
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from soma_jax.data.pipeline import place, shard_windows, split_shard, validation_windows
@@ -25,6 +25,11 @@ def store(tmp_path_factory):
     # 25 chunks; each byte tells its chunk, so that windows of one byte show which were visited.
     documents = ["".join(chr(65 + i) * 8 for i in range(a, a + 5)) for a in range(0, 25, 5)]
     return store_of(tmp_path_factory.mktemp("store"), documents)
+
+
+@pytest.fixture(scope="module")
+def long_store(tmp_path_factory):
+    return store_of(tmp_path_factory.mktemp("long"), ["x" * 8 * 510])
 
 
 ALL = np.arange(25)
@@ -186,19 +191,51 @@ def test_a_store_of_one_window(tmp_path):
 
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(2, 500), share=st.floats(0.001, 0.999), seed=st.integers(0, 2**31 - 1))
-def test_a_shard_is_split_into_two_parts_that_are_never_empty(n, share, seed):
+@pytest.mark.parametrize("length", [1])
+def test_a_shard_is_split_into_two_parts_that_are_never_empty(long_store, length, n, share, seed):
     chunks = np.arange(7, 7 + n)
-    train, validation = split_shard(chunks, share, seed)
-    assert sorted([*train, *validation]) == chunks.tolist()
+    split = {"validation_share": share, "length": length, "seed": seed}
+    train, validation = split_shard(long_store, chunks, **split)
+    assert sorted([*train, *validation]) == chunks.tolist()  # windows of a byte leave none out
     assert abs(len(validation) - share * n) <= 1
     assert len(train) > 0 < len(validation)
-    np.testing.assert_array_equal(train, split_shard(chunks, share, seed)[0])
+    np.testing.assert_array_equal(train, split_shard(long_store, chunks, **split)[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=2, max_size=6),
+    length=st.integers(2, 20),
+    share=st.floats(0.05, 0.6),
+    seed=st.integers(0, 99),
+)
+def test_no_training_window_shares_a_byte_with_a_validation_window(
+    tmp_path_factory, sizes, length, share, seed
+):
+    letters = iter(map(chr, range(0x100, 0x800)))  # two bytes each, so that a window tells where
+    texts = ["".join(next(letters) for _ in range(size)) for size in sizes]
+    store = store_of(tmp_path_factory.mktemp("case"), texts)
+    ids = np.arange(store.n_chunks)
+    assume(store.n_bytes >= length)
+    train, validation = split_shard(store, ids, validation_share=share, length=length, seed=seed)
+    held_out = validation_windows(store, validation, length=length, count=200)
+    flat = store.bytes_.tobytes()
+
+    def where(window):
+        begin = flat.index(window.tobytes())
+        return set(range(begin, begin + length))
+
+    held_out_bytes = set().union(*map(where, held_out))
+    ds = shard_windows(store, train, length=length, batch=len(train), seed=0)
+    met = [window for step in range(20) for window in ds[step] if where(window) & held_out_bytes]
+    # None, unless every other chunk lies so near a held-out one that nothing would be left.
+    assert not met or len(train) == len(ids) - len(validation)
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_a_shard_too_small_to_split_is_refused(n):
+def test_a_shard_too_small_to_split_is_refused(store, n):
     with pytest.raises(SomaError, match="fewer experts"):
-        split_shard(np.arange(n), 0.01, 0)
+        split_shard(store, np.arange(n), validation_share=0.01, length=4, seed=0)
 
 
 def test_validation_windows_tile_their_chunks_and_repeat(tmp_path):

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = [
     "--config=configs/soma_tiny.py",
     "--config.run.host_devices=2",
-    "--config.run.checkpoint_seconds=0.01",
+    "--config.run.checkpoint_seconds=1e-9",
     "--config.run.log_every=5",
     "--config.seed.updates=30",
     "--config.expert.updates=30",
@@ -28,6 +28,7 @@ SMALL = [
     "--config.seed.n_pert=8",
     "--config.seed.head_sequences=8",
     "--config.expert.n_pert=8",
+    "--config.expert.sequences=8",  # 1,920 windows of about 1,100 chunks: more than an epoch
 ]
 
 
@@ -85,7 +86,7 @@ def test_the_run_ends_with_a_table_a_report_and_a_summary(undisturbed):
     assert "\r" not in output  # not on a terminal: plain lines, no bar
     summary = json.loads((workdir / "report" / "summary.json").read_text())
     assert summary["test"]["ensemble"] < summary["test"]["seed"] < np.log(256)
-    assert summary["byte_forwards"] == 30 * 64 * (2 * 8 * 2 + 8) + 3 * 30 * 64 * 2 * 8 * 2
+    assert summary["byte_forwards"] == 30 * 64 * (2 * 8 * 2 + 8) + 3 * 30 * 64 * 2 * 8 * 8
     assert summary["seconds"] > 0 < summary["peak_rss_bytes"]
     assert len(summary["experts"]) == 3
     assert (workdir / "report" / "loss.png").stat().st_size > 10_000
@@ -111,12 +112,14 @@ def test_a_changed_config_is_refused_by_name(undisturbed):
 # What is on disk when the run is killed: each is a stage, or the moment between two.
 MOMENTS = [
     "data/train",
-    "seed/checkpoints/00000001",
-    "seed/checkpoints/00000017",
+    "corpora.json",
     "router/router.npz",
     "assignment.npy",
+    "seed/checkpoints/00000001",
+    "seed/checkpoints/00000017",
     "experts/000/checkpoints/00000001",
-    "experts/001/checkpoints/00000020",
+    "experts/001/checkpoints/00000018",  # the epoch's end
+    "experts/002/checkpoints/00000025",
     "report/summary.json",
 ]
 
@@ -141,7 +144,7 @@ def test_killed_in_every_stage_it_ends_the_same(undisturbed, tmp_path):
 def test_asked_to_stop_it_saves_and_says_how_to_go_on(undisturbed, tmp_path, signum):
     workdir = tmp_path / "run"
     for moment in ("seed/checkpoints/00000003", "experts/000/checkpoints/00000003"):
-        process = start(workdir, "--config.run.checkpoint_seconds=0.01")
+        process = start(workdir)
         while not (workdir / moment).exists() and process.poll() is None:
             time.sleep(0.002)
         process.send_signal(signum)
@@ -153,6 +156,52 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(undisturbed, tmp_path, sig
     assert code == 0, output
     assert "going on from update" in output
     assert_same(outcome(workdir), outcome(undisturbed[0]))
+
+
+def test_another_s_directory_is_left_alone(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train").write_text("mine")
+    code, output = run(tmp_path)
+    assert code == 2
+    assert "not a workdir" in output
+    assert (tmp_path / "data" / "train").read_text() == "mine"
+    assert [p.name for p in tmp_path.iterdir()] == ["data"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [1, 3])
+def test_it_runs_without_updates_and_with_one_expert(tmp_path, experts):
+    none = ["--config.seed.updates=0", "--config.expert.updates=0"]
+    code, output = run(tmp_path / "run", f"--config.experts={experts}", *none)
+    assert code == 0, output
+    summary = json.loads((tmp_path / "run" / "report" / "summary.json").read_text())
+    assert len(summary["experts"]) == experts
+    assert summary["test"]["ensemble"] == pytest.approx(summary["test"]["seed"])  # copies of it
+    code, output = run(tmp_path / "run", f"--config.experts={experts}", *none)
+    assert code == 0
+    assert "finished" in output
+
+
+@pytest.mark.slow
+def test_a_test_text_that_was_trained_on_is_not_scored(tmp_path):
+    for split in ("train", "valid", "test"):
+        (tmp_path / split).mkdir()
+        for i in range(9 if split == "train" else 2):
+            words = " ".join(f"{split}{i}w{j % 40}" for j in range(700))
+            (tmp_path / split / f"{i}.txt").write_text(words)
+    (tmp_path / "test" / "2.txt").write_text((tmp_path / "train" / "3.txt").read_text().upper())
+    own = [f"--config.data.{split}={tmp_path / split}" for split in ("train", "valid", "test")]
+    few = ["--config.seed.updates=1", "--config.expert.updates=1", "--config.cluster.min_df=1"]
+    code, output = run(tmp_path / "run", *own, *few)
+    assert code == 0, output
+    assert "1 of 3 test documents are also training documents" in output
+    summary = json.loads((tmp_path / "run" / "report" / "summary.json").read_text())
+    assert summary["test"]["documents_also_in_training"] == 1
+    assert summary["test"]["windows"] == 2
+    own[2] = own[0].replace("data.train", "data.test")
+    code, output = run(tmp_path / "other", *own, *few)
+    assert code == 2
+    assert "config.data.test" in output
 
 
 @pytest.mark.slow
@@ -194,6 +243,8 @@ def test_own_texts_and_a_changed_corpus(tmp_path):
         (["--config.expert.learning_rate=nan"], "config.expert.learning_rate"),
         (["--config.expert.eps=-1"], "config.expert.eps"),
         (["--config.expert.eps=1e-400"], "config.expert.eps"),
+        (["--config.expert.weight_decay=1e-400"], "config.expert.weight_decay"),
+        (["--config=README.md"], "README.md"),
         (["--config.run.tensorboard=maybe"], "config.run.tensorboard"),
         (["stray", "words"], "stray words"),
         (["--", "stray"], "stray"),
