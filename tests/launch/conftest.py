@@ -36,7 +36,7 @@ def make_workdir():
         config = resolve(settings)
         workdir = Workdir(path)
         path.mkdir()
-        workdir.adopt(config)
+        workdir.adopt(config, {})
         Router.fit([topic * 9 for topic in TOPICS] * 3, 3, seed=0, min_df=1).save(workdir.router)
         build_store("embedded:test", workdir.store("test"))
         for index in range(3):

@@ -222,7 +222,7 @@ def test_own_texts_and_a_changed_corpus(tmp_path):
     for split in ("train", "valid", "test"):
         (tmp_path / split).mkdir()
         for i in range(9 if split == "train" else 2):
-            words = " ".join(f"{'abc'[i % 3]}{j % 50}" for j in range(500 * (1 + i)))
+            words = " ".join(f"{split}{'abc'[i % 3]}{j % 50}" for j in range(500 * (1 + i)))
             (tmp_path / split / f"{i}.txt").write_text(words)
     own = [f"--config.data.{split}={tmp_path / split}" for split in ("train", "valid", "test")]
     few = ["--config.seed.updates=2", "--config.expert.updates=2"]
