@@ -1,6 +1,8 @@
 import dataclasses
 import math
 import re
+import runpy
+from pathlib import Path
 from typing import Any
 
 import ml_collections
@@ -173,3 +175,28 @@ def test_what_an_update_reads_and_costs():
     own = dataclasses.replace(stage, own_batch=True)
     assert own.windows_per_update == 32
     assert own.byte_forwards_per_update == stage.byte_forwards_per_update
+
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_file_resolves_and_names_its_own_command(path):
+    config = resolve(runpy.run_path(str(path))["get_config"]())
+    relative = path.relative_to(path.parents[2 if path.parent.name == "paper" else 1])
+    assert f"--config={relative}" in path.read_text(encoding="utf-8")
+    if path.parent.name == "paper":
+        stages = (config.seed, config.expert)
+        assert {(s.n_pert, s.sequences, s.window, s.own_batch) for s in stages} == {
+            (64, 64, 1024, False)
+        }
+        assert (config.seed.updates, config.seed.learning_rate, config.seed.eps) == (
+            1000,
+            0.0025,
+            0.0025,
+        )
+        assert (config.expert.weight_decay, config.expert.patience, config.expert.floor) == (
+            1e-4,
+            1000,
+            1e-5,
+        )
