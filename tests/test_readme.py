@@ -34,5 +34,5 @@ def test_the_table_is_that_of_the_default_run():
         if name in known:
             texts = (summary["test"], summary["wikitext103_test"])
             assert figures == [f"{text[known[name]]:.3f}" for text in texts]
-    assert summary["seconds"] < 8 * 60  # "under eight minutes"
+    assert summary["seconds"] < 10 * 60  # "under ten minutes"
     assert f"{summary['peak_rss_bytes'] / 2**30:.1f} GiB" in README.read_text("utf-8")
