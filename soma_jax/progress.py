@@ -53,7 +53,7 @@ class StageProgress:
         if console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=10),  # all of it fits a line of 80 columns
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[facts]}"),
                 console=console,
@@ -75,7 +75,7 @@ class StageProgress:
         """Shows `done` updates and their mean loss (nats/byte), and from the second call on the
         byte-forwards per second and the time left."""
         now = time.monotonic()
-        facts = f"loss {loss:.3f} nats/byte"
+        facts = f"loss {loss:.3f}" if self._bar else f"loss {loss:.3f} nats/byte"
         if self._first is None:
             self._first = done, now
         else:
