@@ -63,6 +63,10 @@ def use_host_devices(count: int) -> None:
     """Makes `count` CPU devices (0: one for each core this process may use), before JAX starts.
 
     XLA does not spread the small products of a narrow expert over cores; devices do.
+
+    Raises:
+      SomaError: for far more devices than cores: each has threads and buffers of its own, and a
+        mistyped number would take the machine down.
     """
     import jax
 
@@ -70,4 +74,9 @@ def use_host_devices(count: int) -> None:
         cores = len(os.sched_getaffinity(0))
     else:  # not on Linux
         cores = os.cpu_count() or 1
+    if count > (most := max(8, 4 * cores)):
+        raise SomaError(
+            f"{count} CPU devices are too many for {cores} cores: host_devices must be at most "
+            f"{most}; 0 makes one for each core"
+        )
     jax.config.update("jax_num_cpu_devices", count or cores)

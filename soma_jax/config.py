@@ -71,6 +71,7 @@ class Stage:
     window: int = _field(1024, at_least=1)  # T: predicted bytes a window
     head_sequences: int = _field(0, at_least=0)  # windows of E's delta rule; 0 freezes E
     learning_rate: float = _field(1e-3, at_least=0)  # 0 leaves the parameters as they are
+    head_rate: float = _field(1.0, at_least=0)  # E's learning rate as a multiple of the body's
     eps: float = _field(1e-3, above=0)  # probe radius
     decay_to: float = _field(1.0, above=0, at_most=1)  # cosine: what is left of both at the end
     floor: float = _field(1e-5, at_least=0)  # neither the rate nor eps is decayed below this
@@ -108,7 +109,7 @@ class Run:
     """How a run is carried out; may differ when it is resumed."""
 
     host_devices: int = _field(0, at_least=0)  # CPU devices; 0: one for each core
-    chunk: int = _field(1, at_least=1)  # directions evaluated at once; more suits accelerators
+    chunk: int = _field(0, at_least=0)  # directions evaluated at once; 0: what suits the device
     log_every: int = _field(10, at_least=1)  # updates between metric lines
     checkpoint_seconds: float = _field(60.0, above=0)  # between checkpoints
     tensorboard: bool = False  # also write TensorBoard event files (extra "tensorboard")

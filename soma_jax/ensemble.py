@@ -50,7 +50,7 @@ def unstack(states: expert.ExpertState) -> list[expert.ExpertState]:
 class Ensemble:
     """The compiled update and validation of N stacked experts on a mesh."""
 
-    def __init__(self, mesh: Mesh, stage: Stage, *, chunk: int = 1):
+    def __init__(self, mesh: Mesh, stage: Stage, *, chunk: int = 0):
         axis_name = "probe" if mesh.shape["probe"] > 1 else None
         by_expert, by_probe = P("expert"), P("expert", axis_name)
         batch_spec = expert.Batch(

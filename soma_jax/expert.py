@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from soma_jax import model, optimizers
+from soma_jax import model, optimizers, probes
 from soma_jax.config import Stage
 from soma_jax.head import delta_rule
 
@@ -46,6 +46,22 @@ def split_batch(windows: Any, stage: Stage) -> Batch:
     )
 
 
+def chunk_and_block(stage: Stage, chunk: int = 0) -> tuple[int, int]:
+    """How many directions, and bytes of a window, to evaluate at a time; 0 is what suits.
+
+    On a CPU the activations should stay in a core's cache: 1,024 rows of them, counted over
+    directions, signs, windows and bytes, fill 512 KiB at d = 32. Dense directions have no product
+    in common, so one at a time is best; structured ones want many rows in the recurrence's. An
+    accelerator needs all the work at once.
+    """
+    if jax.default_backend() == "cpu":
+        rows, suits = 1024, 64 // stage.sequences if stage.probe in probes.STRUCTURED else 1
+    else:
+        rows, suits = 2**20, stage.n_pert
+    chunk = chunk or max(1, suits)
+    return chunk, max(1, rows // (2 * chunk * stage.sequences))
+
+
 def init_state(params: model.Params, stage: Stage) -> ExpertState:
     """A fresh optimizer around given parameters (the seed's, for a branch)."""
     return ExpertState(
@@ -66,7 +82,7 @@ def update(
     key: jax.Array,
     stage: Stage,
     *,
-    chunk: int = 1,
+    chunk: int = 0,
     axis_name: str | None = None,
 ) -> tuple[ExpertState, jax.Array]:
     """One optimizer step: the body by SPSA, E by the delta rule (paper, section 2).
@@ -78,23 +94,25 @@ def update(
       batch: its windows.
       key: the expert's key; the update's own is folded in here.
       stage: settings.
-      chunk: directions evaluated at once.
+      chunk: directions evaluated at once; 0 is what suits the device.
       axis_name: the mesh axis over which directions (and the head's windows) are split, if any.
 
     Returns:
       The next state and the mean loss [] of the update's perturbed forwards, nats/byte.
     """
     params = state.params
+    chunk, block = chunk_and_block(stage, chunk)
 
-    def at_now(optimizer: Any) -> Any:
+    def at_now(optimizer: Any, factor: float = 1.0) -> Any:
         rates = {
-            name: optimizers.scaled(stage, getattr(stage, name), state.plateau.scale, state.update)
+            name: factor
+            * optimizers.scaled(stage, getattr(stage, name), state.plateau.scale, state.update)
             for name in optimizer.hyperparams
         }
         return optimizer._replace(hyperparams=rates)
 
     def value_fn(body: Any, windows: jax.Array) -> jax.Array:
-        return model.sequence_losses({"head": params["head"], "body": body}, windows)
+        return model.sequence_losses({"head": params["head"], "body": body}, windows, block)
 
     step, body_optimizer = optimizers.body(stage, chunk=chunk, axis_name=axis_name).update(
         params["body"],
@@ -112,7 +130,7 @@ def update(
         if axis_name is not None:
             gradient = jax.lax.pmean(gradient, axis_name)
         step, head_optimizer = optimizers.head(stage).update(
-            gradient, at_now(head_optimizer), params["head"]
+            gradient, at_now(head_optimizer, stage.head_rate), params["head"]
         )
         new_params["head"] = optax.apply_updates(params["head"], step)
 

@@ -1,11 +1,18 @@
 """Probes: what a random direction z is.
 
-A probe law is a function `law(key, params) -> z` with z shaped like params. Coordinates of
-different leaves are independent: each leaf has a key of its own.
+A probe law is a function `law(key, j, params) -> z`: direction j of the update that `key` belongs
+to, shaped like params. Coordinates of different leaves are independent: each leaf has a key of its
+own. Vectors (LayerNorm gains) get +-1 from every law but the Gaussian.
+
+`rank_one` and `flipout` stand for a matrix's direction without forming it. Such a direction has
+what an estimator and a model do with a matrix: `x @ (p + scale * z)`, and `z.weighted_sum(w)`, the
+dense sum_j w_j z_j of stacked directions. Under `jax.vmap` over directions the product `x @ p` is
+then one large product for all of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,18 +20,87 @@ import jax
 import jax.numpy as jnp
 
 PyTree = Any
-ProbeLaw = Callable[[jax.Array, PyTree], PyTree]
+ProbeLaw = Callable[[jax.Array, jax.Array | int, PyTree], PyTree]
+
+_node = jax.tree_util.register_dataclass
 
 
-def _per_leaf(draw: Callable[[jax.Array, jax.Array], jax.Array]) -> ProbeLaw:
-    def law(key: jax.Array, params: PyTree) -> PyTree:
+@_node
+@dataclasses.dataclass(frozen=True)
+class Perturbed:
+    """The sum of a matrix and a structured direction; a model multiplies by it from the left."""
+
+    matrix: jax.Array  # [m, n]
+    direction: RankOne | Flipout
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        return x @ self.matrix + self.direction.product(x)
+
+
+@_node
+@dataclasses.dataclass(frozen=True)
+class RankOne:
+    """column row^T."""
+
+    column: jax.Array  # [m]
+    row: jax.Array  # [n]
+
+    __array_ufunc__ = None  # numpy leaves `p + z` and `scale * z` to us
+
+    def __rmul__(self, scale: jax.Array | float) -> RankOne:
+        return RankOne(self.column, scale * self.row)
+
+    def __radd__(self, matrix: jax.Array) -> Perturbed:
+        return Perturbed(matrix, self)
+
+    def product(self, x: jax.Array) -> jax.Array:
+        # Not (x * column).sum(-1): XLA's CPU backend (seen in jax 0.10.2) fuses such a sum with
+        # what follows and gets it wrong beyond 32,768 elements.
+        return (x @ self.column)[..., None] * self.row
+
+    def weighted_sum(self, weights: jax.Array) -> jax.Array:
+        rows = weights.astype(self.row.dtype)[:, None] * self.row
+        return jnp.matmul(self.column.T, rows, precision="highest")
+
+
+@_node
+@dataclasses.dataclass(frozen=True)
+class Flipout:
+    """base * signs, elementwise; an update's directions share the base."""
+
+    base: jax.Array  # [m, n]
+    signs: RankOne
+
+    __array_ufunc__ = None
+
+    def __rmul__(self, scale: jax.Array | float) -> Flipout:
+        return Flipout(self.base, scale * self.signs)
+
+    def __radd__(self, matrix: jax.Array) -> Perturbed:
+        return Perturbed(matrix, self)
+
+    def product(self, x: jax.Array) -> jax.Array:
+        return ((x * self.signs.column) @ self.base) * self.signs.row
+
+    def weighted_sum(self, weights: jax.Array) -> jax.Array:
+        return self.base[0] * self.signs.weighted_sum(weights)
+
+
+def _per_leaf(draw: Callable[[jax.Array, jax.Array | int, jax.Array], Any]) -> ProbeLaw:
+    def law(key: jax.Array, j: jax.Array | int, params: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(params)
         keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
         return jax.tree.unflatten(
-            structure, [draw(k, x) for k, x in zip(keys, leaves, strict=True)]
+            structure, [draw(k, j, x) for k, x in zip(keys, leaves, strict=True)]
         )
 
     return law
+
+
+def _dense_law(draw: Callable[[jax.Array, jax.Array], Any]) -> ProbeLaw:
+    """A law whose directions have nothing in common."""
+    law = _per_leaf(lambda key, _, x: draw(key, x))
+    return lambda key, j, params: law(jax.random.fold_in(key, j), 0, params)
 
 
 def _random_fields(key: jax.Array, size: int, bits: int) -> jax.Array:
@@ -41,25 +117,59 @@ def _random_fields(key: jax.Array, size: int, bits: int) -> jax.Array:
     return fields.reshape(-1)[:size]
 
 
-def _dense(key: jax.Array, x: jax.Array) -> jax.Array:
+def _signs(key: jax.Array, x: jax.Array) -> jax.Array:
     bit = _random_fields(key, x.size, 1).astype(jnp.int32)
     return (2 * bit - 1).astype(x.dtype).reshape(x.shape)
 
 
 def _sparse(key: jax.Array, x: jax.Array) -> jax.Array:
     if x.ndim < 2:
-        return _dense(key, x)
+        return _signs(key, x)
     field = _random_fields(key, x.size, 2).astype(jnp.int32)
     # 0, 1, 2, 3 -> 0, -1, 0, +1: the low bit is the activity, the high bit the sign.
     return ((field & 1) * (field - 2)).astype(x.dtype).reshape(x.shape)
 
 
-dense_rademacher = _per_leaf(_dense)
+def _rank_one(key: jax.Array, x: jax.Array) -> Any:
+    if x.ndim != 2:
+        return _signs(key, x)
+    rows, columns = x.shape
+    signs = _signs(key, jnp.zeros(rows + columns, x.dtype))
+    return RankOne(signs[:rows], signs[rows:])
+
+
+def _flipout(key: jax.Array, j: jax.Array | int, x: jax.Array) -> Any:
+    of_direction = _rank_one(jax.random.fold_in(key, j), x)
+    if x.ndim != 2:
+        return of_direction
+    return Flipout(_signs(jax.random.fold_in(key, 2**32 - 1), x), of_direction)
+
+
+dense_rademacher = _dense_law(_signs)
 dense_rademacher.__doc__ = """Every coordinate is +-1 with equal probability (paper, section 6)."""
 
-sparse_rademacher = _per_leaf(_sparse)
+sparse_rademacher = _dense_law(_sparse)
 sparse_rademacher.__doc__ = """The paper's training probe (section 2): a matrix's coordinate is 0
 with probability 1/2, else +-1; vectors (LayerNorm gains) are always +-1. E[z z^T] is diag(q) with
 q = 1/2 or 1, and the estimate is not rescaled by it."""
 
-LAWS: dict[str, ProbeLaw] = {"sparse": sparse_rademacher, "dense": dense_rademacher}
+gaussian = _dense_law(lambda key, x: jax.random.normal(key, x.shape, x.dtype))
+gaussian.__doc__ = """Every coordinate is N(0, 1): MeZO's and evolution strategies' probe."""
+
+rank_one_rademacher = _dense_law(_rank_one)
+rank_one_rademacher.__doc__ = """A matrix's z is column row^T with independent signs: m + n random
+bits in place of m n, and E[z z^T] = I and |z|^2 = m n as for dense signs."""
+
+flipout = _per_leaf(_flipout)
+flipout.__doc__ = """A full-rank relative of `rank_one_rademacher`: one matrix of signs an update,
+shared by its directions, times a direction's own column row^T (Wen et al., 2018)."""
+
+LAWS: dict[str, ProbeLaw] = {
+    "sparse": sparse_rademacher,
+    "dense": dense_rademacher,
+    "gaussian": gaussian,
+    "rank_one": rank_one_rademacher,
+    "flipout": flipout,
+}
+
+STRUCTURED = ("rank_one", "flipout")  # laws whose directions share products

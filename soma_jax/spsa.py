@@ -30,11 +30,18 @@ def _add_scaled(params: PyTree, scale: jax.Array | float, direction: PyTree) -> 
     return jax.tree.map(lambda p, z: p + jnp.asarray(scale, p.dtype) * z, params, direction)
 
 
+def _weighted_sum(weights: jax.Array, directions: Any) -> jax.Array:
+    """sum_j w_j z_j of stacked directions, dense or structured."""
+    if hasattr(directions, "weighted_sum"):
+        return directions.weighted_sum(weights)
+    return jnp.tensordot(weights.astype(directions.dtype), directions, 1, precision="highest")
+
+
 def spsa(
     n_pert: int,
     eps: jax.Array | float,
     *,
-    law: Callable[[jax.Array, PyTree], PyTree],
+    law: Callable[[jax.Array, jax.Array, PyTree], PyTree],
     own_batch: bool = False,
     chunk: int = 1,
     axis_name: str | None = None,
@@ -48,7 +55,8 @@ def spsa(
     Args:
       n_pert: number of directions an update.
       eps: probe radius; may be traced (`optax.inject_hyperparams`).
-      law: `law(key, params) -> z`, a direction shaped like the parameters (`soma_jax.probes`).
+      law: `law(key, j, params) -> z`, direction j of an update, shaped like the parameters
+        (`soma_jax.probes`).
       own_batch: False, all directions share the batch (the paper). True, direction j sees
         `batch[j]` alone: the same number of forwards sees n_pert times the data.
       chunk: directions evaluated at once by `jax.vmap`; a matter of speed and memory only.
@@ -110,7 +118,7 @@ def spsa(
 
         def probe(j: jax.Array, batch_j: Any) -> tuple[PyTree, jax.Array, jax.Array]:
             """Direction j, its finite difference and its mean loss."""
-            z = law(jax.random.fold_in(key, j), params)
+            z = law(key, j, params)
             losses = jax.vmap(lambda sign: value_fn(_add_scaled(params, sign * eps, z), batch_j))(
                 jnp.array([1.0, -1.0])
             )
@@ -122,13 +130,7 @@ def spsa(
             z, difference, loss = jax.vmap(probe, in_axes=(0, 0 if own_batch else None))(
                 js, batches if own_batch else batch
             )
-            estimate = jax.tree.map(
-                lambda g, z: (
-                    g + jnp.tensordot(difference.astype(z.dtype), z, 1, precision="highest")
-                ),
-                total[0],
-                z,
-            )
+            estimate = jax.tree.map(lambda g, z: g + _weighted_sum(difference, z), total[0], z)
             return (estimate, total[1] + loss.sum().astype(jnp.float32)), None
 
         # Chunks of equal size: the largest divisor of our share that is at most `chunk`.

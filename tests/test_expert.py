@@ -128,8 +128,8 @@ def test_an_updates_directions_depend_on_its_index_and_the_experts_key():
     z = np.stack(steps)
     products = np.abs(z @ z.T) / np.sqrt(np.outer((z**2).sum(1), (z**2).sum(1)))
     np.testing.assert_allclose(products, np.eye(4), atol=6 / np.sqrt((z[0] ** 2).sum()))
-    direction_key = jax.random.fold_in(jax.random.fold_in(KEY, 2), 0)
-    expected = flat(probes.sparse_rademacher(direction_key, seed_params()["body"]))
+    update_key = jax.random.fold_in(KEY, 2)
+    expected = flat(probes.sparse_rademacher(update_key, 0, seed_params()["body"]))
     np.testing.assert_array_equal(np.outer(z[2], z[2]), np.outer(expected, expected))
 
 
@@ -204,3 +204,37 @@ def test_validation_is_the_mean_loss_and_drives_the_plateau():
     assert float(loss) == pytest.approx(expected, rel=1e-6)
     assert scales == [1, 1, 0.5, 0.5, 0.25, 0.25]
     assert_bits_equal(state.replace(plateau=None), start(stage).replace(plateau=None))
+
+
+def test_head_rate_scales_the_step_of_e_alone():
+    stage = dataclasses.replace(STAGE, head_sequences=2, weight_decay=0.0)
+    steps = {}
+    for rate in (1.0, 4.0):
+        state, _ = train(dataclasses.replace(stage, head_rate=rate))
+        steps[rate] = jax.tree.map(
+            lambda new, old: np.asarray(new - old), state.params, seed_params()
+        )
+    np.testing.assert_array_equal(flat(steps[4.0]["body"]), flat(steps[1.0]["body"]))
+    np.testing.assert_allclose(steps[4.0]["head"], 4 * steps[1.0]["head"], atol=1e-6)
+    assert np.abs(steps[1.0]["head"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("probe", list(probes.LAWS))
+def test_what_an_update_evaluates_at_a_time_does_not_change_it(probe):
+    stage = dataclasses.replace(STAGE, n_pert=4, probe=probe, eps=0.1)
+    batch = expert.split_batch(windows(0, 2), stage)
+    updates = [
+        jax.jit(lambda s, b, k, chunk=chunk: expert.update(s, b, k, stage, chunk=chunk))
+        for chunk in (0, 1, 4)
+    ]
+    (state, loss), *others = [update(start(stage), batch, KEY) for update in updates]
+    for other, other_loss in others:
+        np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
+        np.testing.assert_allclose(flat(other.params), flat(state.params), atol=1e-5)
+
+
+@pytest.mark.parametrize(("sequences", "probe", "chunk"), [(8, "sparse", 1), (8, "rank_one", 8)])
+def test_activations_of_an_update_fit_a_cores_cache(sequences, probe, chunk):
+    stage = dataclasses.replace(STAGE, sequences=sequences, probe=probe)
+    assert expert.chunk_and_block(stage) == (chunk, 1024 // (2 * sequences * chunk))
+    assert expert.chunk_and_block(dataclasses.replace(stage, sequences=4096)) == (1, 1)

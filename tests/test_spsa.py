@@ -14,7 +14,17 @@ from jax.sharding import PartitionSpec as P
 from soma_jax import model, probes
 from soma_jax.spsa import SPSAState, spsa
 
-LAWS = pytest.mark.parametrize("name", ["sparse", "dense"])
+LAWS = pytest.mark.parametrize("name", list(probes.LAWS))
+
+
+def dense(z):
+    """Structured directions as the matrices they stand for."""
+    structured = lambda x: hasattr(x, "weighted_sum")  # noqa: E731
+    return jax.tree.map(
+        lambda x: x.weighted_sum(jnp.ones(1)) if structured(x) else x[0],
+        jax.tree.map(lambda x: x[None], z),
+        is_leaf=structured,
+    )
 
 
 def flat(tree) -> np.ndarray:
@@ -41,7 +51,8 @@ def quadratic():
     hessian = half @ half.T
 
     def value_fn(params, batch):
-        x = jnp.concatenate([params["matrix"].ravel(), params["gain"]])
+        # Structured directions know products alone; one with the identity shows the matrix.
+        x = jnp.concatenate([(jnp.eye(3) @ params["matrix"]).ravel(), params["gain"]])
         return x @ b + x @ hessian @ x / 2
 
     gradient = jax.grad(value_fn)(params, None)
@@ -69,12 +80,12 @@ def waves(xp=jnp):
 @LAWS
 @pytest.mark.parametrize("own_batch", [False, True])
 def test_estimate_equals_a_loop_over_directions(name, own_batch):
-    """Eq. 2, one direction and one sign after the other; direction j's key is fold_in(key, j)."""
+    """Eq. 2, one direction and one sign after the other, with the directions as matrices."""
     n, eps, key = 8, 0.05, jax.random.key(3)
     params, batch, value_fn = waves(np)
     total, losses = np.zeros(9), []
     for j in range(n):
-        z = probes.LAWS[name](jax.random.fold_in(key, j), params)
+        z = dense(probes.LAWS[name](key, j, params))
         seen = batch[j] if own_batch else batch
         plus, minus = (
             value_fn({k: np.float64(params[k]) + sign * eps * z[k] for k in params}, seen).mean()
@@ -103,7 +114,8 @@ def test_mean_of_many_directions_is_the_gradient_weighted_by_activity(name):
 
 @LAWS
 def test_relative_variance_is_the_papers(name):
-    """Section 6: sum_j q_j (1 + s - 2 q_j) g_j^2 / (n |g|^2); (d - 1)/n for dense probes."""
+    """Section 6: sum_j q_j (1 + s - 2 q_j) g_j^2 / (n |g|^2); (d - 1)/n for dense probes and, since
+    |z|^2 = d, for structured ones; (d + 1)/n for Gaussian ones."""
     params, value_fn, gradient, q = quadratic()
     n, repeats = 3, 20_000
     keys = jax.random.split(jax.random.key(1), repeats)
@@ -114,8 +126,10 @@ def test_relative_variance_is_the_papers(name):
     norm = (gradient**2).sum()
     errors = ((estimates - q * gradient) ** 2).sum(1) / norm
     expected = (q * (1 + q.sum() - 2 * q) * gradient**2).sum() / (n * norm)
-    if name == "dense":
+    if name != "sparse":
         assert expected == pytest.approx((19 - 1) / n)
+    if name == "gaussian":
+        expected = (19 + 1) / n
     assert abs(errors.mean() - expected) < 5 * errors.std() / math.sqrt(repeats)
 
 

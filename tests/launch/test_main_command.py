@@ -252,6 +252,7 @@ def test_own_texts_and_a_changed_corpus(tmp_path):
         (["--config=configs/nope.py"], "configs/nope.py"),
         (["--config.data.train=/no/such/path"], "/no/such/path"),
         (["--config.seed.window=9999999"], "config.data.train"),
+        (["--config.run.host_devices=1000"], "host_devices must be at most"),
     ],
 )
 def test_bad_input_is_told_in_a_line_before_any_work(tmp_path, arguments, words):
