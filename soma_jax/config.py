@@ -70,6 +70,7 @@ class Stage:
     own_batch: bool = False  # each direction sees B windows of its own; the paper's share them
     window: int = _field(1024, at_least=1)  # T: predicted bytes a window
     head_sequences: int = _field(0, at_least=0)  # windows of E's delta rule; 0 freezes E
+    whitening: float = _field(0.0, at_least=0)  # damping, relative to the mean; 0: no whitening
     learning_rate: float = _field(1e-3, at_least=0)  # 0 leaves the parameters as they are
     head_rate: float = _field(1.0, at_least=0)  # E's learning rate as a multiple of the body's
     eps: float = _field(1e-3, above=0)  # probe radius
@@ -154,6 +155,18 @@ def resolve(config: ml_collections.ConfigDict) -> Config:
     return resolved
 
 
+def stage(values: dict[str, Any], path: str) -> Stage:
+    """A checked Stage from its fields; `path` names it in errors."""
+    result = _build(Stage, values, path)
+    _check_stage(path, result)
+    return result
+
+
+def data(values: dict[str, Any], path: str) -> Data:
+    """A checked Data from its fields; `path` names it in errors."""
+    return _build(Data, values, path)
+
+
 def _build(cls: type, values: dict[str, Any], path: str) -> Any:
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -210,6 +223,13 @@ def _check_stage(path: str, stage: Stage) -> None:
             f"{path}.head_sequences is {stage.head_sequences}, but an update reads only "
             f"{stage.windows_per_update} windows"
         )
+    if stage.whitening and not stage.head_sequences:
+        raise SomaError(
+            f"{path}.whitening looks at the unperturbed forward of the delta rule: set "
+            f"{path}.head_sequences (with {path}.head_rate=0 to freeze E)"
+        )
+    if stage.whitening and stage.probe == "flipout":
+        raise SomaError(f"{path}.whitening and {path}.probe=flipout do not go together")
     if stage.patience % stage.validate_every:
         raise SomaError(
             f"{path}.patience ({stage.patience}) must be a multiple of {path}.validate_every "

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from soma_jax import model, optimizers, probes
+from soma_jax import model, optimizers, probes, whitening
 from soma_jax.config import Stage
 from soma_jax.head import delta_rule
+
+_WHITENING_WINDOWS = 16  # of an update's, enough to know the inputs' second moments from
 
 
 class ExpertState(flax.struct.PyTreeNode):
@@ -114,23 +116,36 @@ def update(
     def value_fn(body: Any, windows: jax.Array) -> jax.Array:
         return model.sequence_losses({"head": params["head"], "body": body}, windows, block)
 
-    step, body_optimizer = optimizers.body(stage, chunk=chunk, axis_name=axis_name).update(
-        params["body"],
+    body, unperturbed = params["body"], {}
+    if stage.head_sequences:
+        unperturbed["gradient"], _ = delta_rule(params, batch.head)
+    if stage.whitening:
+        seen = batch.head[:_WHITENING_WINDOWS, :-1].astype(jnp.int32)
+        unperturbed["second_moments"] = whitening.second_moments(params, seen)
+    if axis_name is not None:
+        # One collective, and before the estimator's: XLA's CPU backend starts independent ones at
+        # once, and its threads then wait for each other forever.
+        unperturbed = jax.lax.pmean(unperturbed, axis_name)
+        body, unperturbed = jax.lax.optimization_barrier((body, unperturbed))
+    factors = None
+    if stage.whitening:
+        factors = whitening.factors(unperturbed["second_moments"], body, stage.whitening)
+    step, body_optimizer = optimizers.body(
+        stage, factors=factors, chunk=chunk, axis_name=axis_name
+    ).update(
+        body,
         at_now(state.body_optimizer),
-        params["body"],
+        body,
         value_fn=value_fn,
         key=jax.random.fold_in(key, state.update),
         batch=batch.probes,
     )
     loss = body_optimizer.inner_state[0].loss
-    new_params = {"head": params["head"], "body": optax.apply_updates(params["body"], step)}
+    new_params = {"head": params["head"], "body": optax.apply_updates(body, step)}
     head_optimizer = state.head_optimizer
     if stage.head_sequences:
-        gradient, _ = delta_rule(params, batch.head)
-        if axis_name is not None:
-            gradient = jax.lax.pmean(gradient, axis_name)
         step, head_optimizer = optimizers.head(stage).update(
-            gradient, at_now(head_optimizer, stage.head_rate), params["head"]
+            unperturbed["gradient"], at_now(head_optimizer, stage.head_rate), params["head"]
         )
         new_params["head"] = optax.apply_updates(params["head"], step)
 

@@ -130,22 +130,50 @@ def features(
     params: Params, ids_BxT: jax.Array, state: State | None = None
 ) -> tuple[jax.Array, State]:
     """Everything before the decoder: integer bytes [B, T] to features [T, B, d_E] and the state."""
+    x, state, _ = _forward(params, ids_BxT, state)
+    return x, state
+
+
+def matrix_inputs(params: Params, ids_BxT: jax.Array) -> Params:
+    """What each matrix of the body multiplies, [T, B, rows]; the body's tree, None for a vector."""
+    return _forward(params, ids_BxT, None)[2]
+
+
+def _forward(
+    params: Params, ids_BxT: jax.Array, state: State | None
+) -> tuple[jax.Array, State, Params]:
     body = params["body"]
     state = initial_state(params, ids_BxT.shape[0]) if state is None else state
+    inputs: Params = {"blocks": [], "final_gain": None}
     x = params["head"][ids_BxT.T]
     if "input_projection" in body:
+        inputs["input_projection"] = x
         x = x @ body["input_projection"]
     new_state = []
     for block, block_state in zip(body["blocks"], state, strict=True):
-        h, block_state = lstm(block, layer_norm(x, block["lstm_gain"]), block_state)
+        of_lstm = layer_norm(x, block["lstm_gain"])
+        first = block_state[0]
+        h, block_state = lstm(block, of_lstm, block_state)
         x = x + h
-        hidden = layer_norm(x, block["mlp_gain"]) @ block["mlp_in"]
-        x = x + gelu(hidden) @ block["mlp_out"]
+        of_mlp = layer_norm(x, block["mlp_gain"])
+        hidden = gelu(of_mlp @ block["mlp_in"])
+        x = x + hidden @ block["mlp_out"]
         new_state.append(block_state)
+        inputs["blocks"].append(
+            {
+                "lstm_gain": None,
+                "lstm_input": of_lstm,
+                "lstm_recurrent": jnp.concatenate([first[None], h[:-1]]),
+                "mlp_gain": None,
+                "mlp_in": of_mlp,
+                "mlp_out": hidden,
+            }
+        )
     x = layer_norm(x, body["final_gain"])
     if "output_projection" in body:
+        inputs["output_projection"] = x
         x = x @ body["output_projection"]
-    return x, new_state
+    return x, new_state, inputs
 
 
 def apply(

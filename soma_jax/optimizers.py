@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,33 +12,81 @@ from optax import contrib
 from soma_jax import probes
 from soma_jax.config import Stage
 from soma_jax.spsa import spsa
+from soma_jax.whitening import whitened
 
 
-def _coupled_adam(stage: Stage, learning_rate: jax.Array) -> list[optax.GradientTransformation]:
+def _coupled_adam(
+    stage: Stage, learning_rate: jax.Array, whitened: bool = False
+) -> list[optax.GradientTransformation]:
     """Weight decay is added to the estimate before the moments (paper, section 2)."""
+    scale = scale_by_leaf_adam if whitened else optax.scale_by_adam
     return [
         optax.add_decayed_weights(stage.weight_decay),
-        optax.scale_by_adam(stage.b1, stage.b2, stage.adam_eps),
+        scale(stage.b1, stage.b2, stage.adam_eps),
         optax.scale_by_learning_rate(learning_rate),
     ]
 
 
+class LeafAdamState(NamedTuple):
+    """State of `scale_by_leaf_adam`."""
+
+    step: jax.Array  # int32 []: updates
+    mu: optax.Updates  # like the parameters
+    nu: optax.Updates  # a scalar for each leaf
+
+
+def scale_by_leaf_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    """Adam with one second moment for each leaf, the mean over its coordinates.
+
+    Noise of a SPSA estimate has one variance within a leaf, in the coordinates that its directions
+    are drawn in. Adam's own second moments would undo what whitening does to the coordinates.
+    """
+
+    def init(params: optax.Params) -> LeafAdamState:
+        return LeafAdamState(
+            step=jnp.zeros((), jnp.int32),
+            mu=jax.tree.map(jnp.zeros_like, params),
+            nu=jax.tree.map(lambda p: jnp.zeros((), p.dtype), params),
+        )
+
+    def update(
+        updates: optax.Updates, state: LeafAdamState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, LeafAdamState]:
+        del params
+        step = state.step + 1
+        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
+        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * jnp.square(g).mean(), state.nu, updates)
+        first, second = 1 - b1**step, 1 - b2**step
+        scaled = jax.tree.map(lambda m, v: m / first / (jnp.sqrt(v / second) + eps), mu, nu)
+        return scaled, LeafAdamState(step, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
 def body(
-    stage: Stage, *, chunk: int = 1, axis_name: str | None = None
+    stage: Stage, *, factors: Any = None, chunk: int = 1, axis_name: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """SPSA, coupled decay, Adam; `learning_rate` and `eps` are injected hyperparameters."""
+    """SPSA, coupled decay, Adam; `learning_rate` and `eps` are injected hyperparameters.
+
+    `factors` (whitening.factors) whiten the directions of a stage that asks for it.
+    """
+    law = probes.LAWS[stage.probe]
+    if factors is not None:
+        law = whitened(law, factors)
 
     @optax.inject_hyperparams
     def chain(learning_rate, eps):
         estimator = spsa(
             stage.n_pert,
             eps,
-            law=probes.LAWS[stage.probe],
+            law=law,
             own_batch=stage.own_batch,
             chunk=chunk,
             axis_name=axis_name,
         )
-        return optax.chain(estimator, *_coupled_adam(stage, learning_rate))
+        return optax.chain(
+            estimator, *_coupled_adam(stage, learning_rate, whitened=stage.whitening > 0)
+        )
 
     return chain(learning_rate=stage.learning_rate, eps=stage.eps)
 

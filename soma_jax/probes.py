@@ -53,6 +53,9 @@ class RankOne:
     def __radd__(self, matrix: jax.Array) -> Perturbed:
         return Perturbed(matrix, self)
 
+    def __rmatmul__(self, matrix: jax.Array) -> RankOne:
+        return RankOne(matrix @ self.column, self.row)
+
     def product(self, x: jax.Array) -> jax.Array:
         # Not (x * column).sum(-1): XLA's CPU backend (seen in jax 0.10.2) fuses such a sum with
         # what follows and gets it wrong beyond 32,768 elements.

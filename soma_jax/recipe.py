@@ -22,7 +22,7 @@ import numpy as np
 from soma_jax import evaluate, expert, model, randomness, report, summary, training
 from soma_jax.checkpoint import Checkpoints
 from soma_jax.config import Config, Stage
-from soma_jax.data import pipeline, store, windows
+from soma_jax.data import store, windows
 from soma_jax.errors import SomaError
 from soma_jax.files import naming_the_disk, read_json, write_bytes, write_json, write_text
 from soma_jax.interrupt import Interruptions
@@ -231,29 +231,16 @@ def _trainee(
     params: model.Params,
     chunks: np.ndarray,
 ) -> training.Trainee:
-    """An expert, with the part of the corpus and the random streams that are its own."""
-    seed, length = this.config.random_seed, stage.window + 1
-    train, validation = pipeline.split_shard(
+    return training.trainee(
+        directory,
+        params,
+        stage,
         this.train,
         chunks,
+        random_seed=this.config.random_seed,
+        kind=kind,
+        index=index,
         validation_share=this.config.cluster.validation_share,
-        length=length,
-        seed=randomness.integer(seed, f"{kind} split", index),
-    )
-    return training.Trainee(
-        directory=directory,
-        start=expert.init_state(params, stage),
-        stream=pipeline.shard_windows(
-            this.train,
-            train,
-            length=length,
-            batch=stage.windows_per_update,
-            seed=randomness.integer(seed, f"{kind} windows", index),
-        ),
-        validation=pipeline.validation_windows(
-            this.train, validation, length=length, count=stage.validation_windows
-        ),
-        key=randomness.key(seed, f"{kind} probes", index),
     )
 
 

@@ -1,9 +1,10 @@
 """Intervals over documents for nats/byte and its differences (paper, section 4)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy import stats
 
 from soma_jax.errors import SomaError
 
@@ -13,9 +14,9 @@ BLOCK = 1 << 22  # documents drawn at once: bounds the memory to about 100 MiB
 class Interval(NamedTuple):
     """A mean and its 95% interval; each has the trailing shape of the sums (a scalar if none)."""
 
-    mean: npt.NDArray[np.float64]
-    low: npt.NDArray[np.float64]
-    high: npt.NDArray[np.float64]
+    mean: Any
+    low: Any
+    high: Any
 
 
 def paired_bootstrap(
@@ -67,3 +68,13 @@ def paired_bootstrap(
     low, high = np.quantile(totals[:, :-1] / totals[:, -1:], [0.025, 0.975], axis=0)
     mean = sums.sum(0) / counts.sum()
     return Interval(mean, low.reshape(trailing)[()], high.reshape(trailing)[()])
+
+
+def t_interval(values: npt.ArrayLike) -> Interval:
+    """The mean of independent runs [n] with Student's 95% interval; of one run, the run alone."""
+    values = np.asarray(values, np.float64)
+    mean = float(values.mean())
+    if len(values) < 2:
+        return Interval(mean, mean, mean)
+    half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    return Interval(mean, float(mean - half), float(mean + half))

@@ -20,9 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from soma_jax import ensemble, expert
+from soma_jax import ensemble, expert, model, randomness
 from soma_jax.checkpoint import Checkpoints
 from soma_jax.config import Run, Stage
+from soma_jax.data import pipeline
+from soma_jax.data.store import Store
 from soma_jax.errors import SomaError
 from soma_jax.files import naming_the_disk, write_text
 from soma_jax.interrupt import Interruptions
@@ -41,6 +43,56 @@ class Trainee:
     stream: Any  # grain.MapDataset: stream[update] is uint8 [windows_per_update, T + 1]
     validation: np.ndarray  # uint8 [W, T + 1]; the same W for all
     key: jax.Array
+
+
+def trainee(
+    directory: Path,
+    params: model.Params,
+    stage: Stage,
+    store: Store,
+    chunks: np.ndarray,
+    *,
+    random_seed: int,
+    kind: str,
+    index: int,
+    validation_share: float,
+) -> Trainee:
+    """An expert that starts from `params`, with its part of a corpus and random streams of its own.
+
+    Args:
+      directory: where it is kept.
+      params: what it starts from.
+      stage: settings.
+      store: the corpus.
+      chunks: its shard, chunk numbers.
+      random_seed: of the run.
+      kind: names its random streams, with `index`.
+      index: its number among its kind.
+      validation_share: of the shard, held out for the plateau rule.
+    """
+    length = stage.window + 1
+    train, validation = pipeline.split_shard(
+        store,
+        chunks,
+        validation_share=validation_share,
+        length=length,
+        seed=randomness.integer(random_seed, f"{kind} split", index),
+    )
+    return Trainee(
+        directory=directory,
+        start=expert.init_state(params, stage),
+        stream=pipeline.shard_windows(
+            store,
+            train,
+            length=length,
+            batch=stage.windows_per_update,
+            seed=randomness.integer(random_seed, f"{kind} windows", index),
+        ),
+        validation=pipeline.validation_windows(
+            store, validation, length=length, count=stage.validation_windows
+        ),
+        key=randomness.key(random_seed, f"{kind} probes", index),
+    )
 
 
 def train(

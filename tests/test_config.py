@@ -96,6 +96,7 @@ def test_a_whole_number_is_a_float_where_a_float_is_meant():
         ("model", 3, "group of fields"),
         ("random_seed", 2**32, "below"),
         ("random_seed", -1, "at least 0"),
+        ("expert.whitening", 0.1, "config.expert.head_sequences"),
         ("expert.probe", "cauchy", "one of sparse, dense"),
         ("expert.head_sequences", 65, "reads only 64 windows"),
         ("expert.patience", 75, "multiple of config.expert.validate_every"),

@@ -13,8 +13,8 @@ from soma_jax.config import Stage
 
 SHAPE = model.ExpertConfig(width=4, blocks=1, embedding=4)
 # eps is large so that the last bit of a loss does not become 1e-4 of a finite difference.
-STAGE = Stage(updates=9, n_pert=4, sequences=2, window=4, head_sequences=2, eps=0.1)
-OWN = dataclasses.replace(STAGE, n_pert=2, own_batch=True, head_sequences=0)
+STAGE = Stage(updates=9, n_pert=4, sequences=2, window=4, head_sequences=2, eps=0.1, whitening=0.1)
+OWN = dataclasses.replace(STAGE, n_pert=2, own_batch=True, head_sequences=0, whitening=0.0)
 UPDATES = 3
 
 

@@ -136,8 +136,17 @@ def test_logits_equal_an_implementation_in_torch(width):
     np.testing.assert_allclose(logits, torch_logits(params, ids), rtol=1e-5, atol=1e-5)
 
 
-def loop_losses(params: model.Params, windows: np.ndarray) -> np.ndarray:
-    """The cross-entropy one window, one byte and one block at a time, in float64."""
+def loop_losses(
+    params: model.Params, windows: np.ndarray, inputs: dict[str, list] | None = None
+) -> np.ndarray:
+    """The cross-entropy one window, one byte and one block at a time, in float64; appends what each
+    matrix multiplies to `inputs`."""
+    inputs = {} if inputs is None else inputs
+
+    def times(x, name, matrix):
+        inputs.setdefault(name, []).append(x)
+        return x @ matrix
+
     params = to_float64(params)
     body, head = params["body"], params["head"]
     sigmoid = lambda v: 1 / (1 + np.exp(-v))  # noqa: E731
@@ -151,18 +160,20 @@ def loop_losses(params: model.Params, windows: np.ndarray) -> np.ndarray:
         d = body["final_gain"].size
         state = [(np.zeros(d), np.zeros(d)) for _ in body["blocks"]]
         for t, (byte, target) in enumerate(itertools.pairwise(window)):
-            x = head[byte] @ body["input_projection"]
+            x = times(head[byte], "input_projection", body["input_projection"])
             for i, block in enumerate(body["blocks"]):
                 h, c = state[i]
-                gates = norm(x, block["lstm_gain"]) @ block["lstm_input"]
-                gates = gates + h @ block["lstm_recurrent"]
+                gates = times(norm(x, block["lstm_gain"]), f"{i} lstm_input", block["lstm_input"])
+                gates = gates + times(h, f"{i} lstm_recurrent", block["lstm_recurrent"])
                 take, keep, candidate, show = np.split(gates, 4)
                 c = sigmoid(keep) * c + sigmoid(take) * np.tanh(candidate)
                 h = sigmoid(show) * np.tanh(c)
                 state[i] = h, c
                 x = x + h
-                x = x + gelu(norm(x, block["mlp_gain"]) @ block["mlp_in"]) @ block["mlp_out"]
-            logits = head @ (norm(x, body["final_gain"]) @ body["output_projection"])
+                hidden = times(norm(x, block["mlp_gain"]), f"{i} mlp_in", block["mlp_in"])
+                x = x + times(gelu(hidden), f"{i} mlp_out", block["mlp_out"])
+            x = times(norm(x, body["final_gain"]), "output_projection", body["output_projection"])
+            logits = head @ x
             losses[b, t] = np.log(np.exp(logits).sum()) - logits[target]
     return losses
 
@@ -263,3 +274,20 @@ def test_losses_of_perturbed_experts_are_exact_at_the_size_they_are_trained_at(n
             expected = alone(j, exact["body"], exact["head"], windows)
             assert expected.dtype == jnp.float64
             np.testing.assert_allclose(together[j], expected, atol=1e-5)
+
+
+def test_matrix_inputs_are_what_each_matrix_multiplies():
+    params, windows, expected = random_expert(TINY), random_bytes(2, 6), {}
+    loop_losses(params, windows, expected)
+    inputs = jax.jit(model.matrix_inputs)(params, windows[:, :-1])
+    named = {k: inputs[k] for k in ("input_projection", "output_projection")}
+    for i, block in enumerate(inputs["blocks"]):
+        named |= {f"{i} {name}": x for name, x in block.items() if x is not None}
+    assert named.keys() == expected.keys()
+    for name, x in named.items():
+        assert x.shape[:2] == (5, 2)
+        ours = np.swapaxes(x, 0, 1).reshape(10, -1)
+        np.testing.assert_allclose(ours, expected[name], rtol=1e-4, atol=1e-5)
+    # A tree like the body's: the number of rows of each matrix, nothing for a vector.
+    rows = jax.tree.map(lambda p, x: x is None or x.shape[-1] == p.shape[0], params["body"], inputs)
+    assert all(jax.tree.leaves(rows))

@@ -129,3 +129,22 @@ def test_cosine_goes_from_one_to_decay_to():
     assert [at(0), at(100), at(200)] == pytest.approx([1, 0.55, 0.1])
     assert at(50) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
     assert (np.diff([at(i) for i in range(0, 201, 20)]) < 0).all()
+
+
+def test_leaf_adam_is_adam_with_one_second_moment_for_each_leaf():
+    """Against the formula in float64, three updates."""
+    rng = np.random.default_rng(0)
+    params = {"w": np.zeros((3, 4)), "gain": np.zeros(5)}
+    tx = optimizers.scale_by_leaf_adam(0.9, 0.99, 1e-8)
+    state = tx.init(jax.tree.map(jnp.asarray, params))
+    m = {k: np.zeros(x.shape) for k, x in params.items()}
+    v = dict.fromkeys(params, 0.0)
+    for t in (1, 2, 3):
+        g = {k: rng.normal(size=x.shape) for k, x in params.items()}
+        updates, state = tx.update(jax.tree.map(jnp.asarray, g), state)
+        for k, x in g.items():
+            m[k] = 0.9 * m[k] + 0.1 * x
+            v[k] = 0.99 * v[k] + 0.01 * (x**2).mean()
+            expected = m[k] / (1 - 0.9**t) / np.sqrt(v[k] / (1 - 0.99**t))
+            np.testing.assert_allclose(updates[k], expected, rtol=1e-5)
+    assert state.nu["w"].shape == ()

@@ -55,7 +55,7 @@ def draw(
     if len(summary["test"]["by_k"]) > 1:
         figures["loss_by_k.png"] = loss_by_k(summary)
     for name, figure in figures.items():
-        _save(figure, directory / name)
+        save(figure, directory / name)
     return list(figures)
 
 
@@ -65,7 +65,7 @@ def loss(summary: dict[str, Any], seed: Lines, experts: Sequence[Lines], curve: 
     The whole run above; below it the experts' part, where there is one.
     """
     rows = 2 if any(experts) else 1
-    figure, (whole, *zoomed) = _panels(8, 1 + 3.8 * rows, rows=rows)
+    figure, (whole, *zoomed) = panels(8, 1 + 3.8 * rows, rows=rows)
     branch = summary["byte_forwards_by_stage"]["seed"]
     ensemble = _ensemble_points(summary, curve)
     for axes in (whole, *zoomed):
@@ -80,14 +80,14 @@ def loss(summary: dict[str, Any], seed: Lines, experts: Sequence[Lines], curve: 
             axes.axhline(summary["test"][name], color=_GREY, ls=dashes, lw=1.4, label=label)
         axes.set_xlabel("byte-forwards of one expert, its seed's included")
         axes.set_ylabel("nats/byte")
-        axes.xaxis.set_major_formatter(_engineering())
+        axes.xaxis.set_major_formatter(engineering())
     whole.set_title("Loss over the whole run (thick: validation, thin: training)")
     for axes in zoomed:
         axes.set_title("The experts' part of it")
         shown = np.concatenate([own_shards, ensemble[ensemble[:, 0] >= branch]])
         axes.set_xlim(*_padded(shown[:, 0]))
         axes.set_ylim(*_padded(shown[:, 1]))
-    _legend(figure, whole)
+    legend(figure, whole)
     return figure
 
 
@@ -158,11 +158,11 @@ def clusters(experts: Sequence[dict[str, Any]]) -> Figure:
     """What each cluster holds: its size and its words; of many clusters, how the sizes spread."""
     sizes = np.array([expert["bytes"] for expert in experts])
     if len(experts) > _BARS:
-        figure, (axes,) = _panels(8, 4)
+        figure, (axes,) = panels(8, 4)
         axes.hist(sizes, bins=min(40, len(experts) // 4), color=COLORS[3], edgecolor="white")
         axes.set_ylabel("number of shards")
     else:
-        figure, (axes,) = _panels(8, 1.5 + 0.55 * len(experts))
+        figure, (axes,) = panels(8, 1.5 + 0.55 * len(experts))
         rows = np.arange(len(experts))
         axes.barh(rows, sizes, height=0.4, color=COLORS[3])
         for row, expert in zip(rows, experts, strict=True):
@@ -183,9 +183,9 @@ def clusters(experts: Sequence[dict[str, Any]]) -> Figure:
     axes.axvline(sizes.mean(), color="black", ls="--", lw=1.2, label="equal shares")
     axes.set_xlim(0, 1.1 * sizes.max())
     axes.set_xlabel("size of the shard (bytes)")
-    axes.xaxis.set_major_formatter(_engineering())
+    axes.xaxis.set_major_formatter(engineering())
     axes.set_title("What the text was split into")
-    _legend(figure, axes)
+    legend(figure, axes)
     return figure
 
 
@@ -200,8 +200,8 @@ def _drawable(text: str) -> str:
 def loss_by_k(summary: dict[str, Any]) -> Figure:
     """Loss by the number of experts whose probabilities are averaged, a panel for each text."""
     texts = [name for name in TEXTS if name in summary]
-    figure, panels = _panels(4.2 * len(texts) if len(texts) > 1 else 5.5, 3.8, columns=len(texts))
-    for axes, name in zip(panels, texts, strict=True):
+    figure, both = panels(4.2 * len(texts) if len(texts) > 1 else 5.5, 3.8, columns=len(texts))
+    for axes, name in zip(both, texts, strict=True):
         text = summary[name]
         k = np.arange(1, len(text["by_k"]) + 1)
         axes.plot(k, text["by_k"], "o-", color=COLORS[1], label="routed ensemble")
@@ -214,11 +214,11 @@ def loss_by_k(summary: dict[str, Any]) -> Figure:
         axes.set_xlabel("active experts k")
         axes.set_ylabel("nats/byte")
         axes.set_title(TEXTS[name])
-    _legend(figure, axes)
+    legend(figure, axes)
     return figure
 
 
-def _panels(
+def panels(
     width: float, height: float, rows: int = 1, columns: int = 1
 ) -> tuple[Figure, Sequence[Axes]]:
     """A figure of the given inches and its panels."""
@@ -233,19 +233,19 @@ def _panels(
     return figure, panels
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def legend(figure: Figure, axes: Axes) -> None:
     """A legend under the panels, which share what `axes` shows."""
     entries = axes.get_legend_handles_labels()
     figure.legend(*entries, loc="outside lower center", ncols=3, frameon=False)
 
 
-def _engineering() -> Any:
+def engineering() -> Any:
     from matplotlib.ticker import EngFormatter
 
     return EngFormatter()
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=_DPI)
     write_bytes(path, content.getvalue())

@@ -248,7 +248,7 @@ def _loss_section(summary: Summary) -> str:
         windows = _count(summary[text]["windows"], "window")
         parts += [
             f"On the {TEXTS[text]}, {scored} in {windows}:",
-            _table(["", "nats/byte", "95% interval", "bits/byte"], rows),
+            table(["", "nats/byte", "95% interval", "bits/byte"], rows),
         ]
     return "\n\n".join([*parts, _READING])
 
@@ -277,14 +277,14 @@ def _experts_section(summary: Summary, figures: Sequence[str]) -> str:
         losses = (f"{before:.3f}", f"{after:.3f}", _signed(before - after))
         rows.append([str(i), words, *sizes, *losses, f"{first[i]:,}"])
     header = ["expert", "words", "chunks", "bytes", "seed", "expert", "gain", "test windows"]
-    table = _table(header, rows, left=2)
+    listed = table(header, rows, left=2)
     if len(rows) > _MANY:
-        table = _folded(f"All {len(rows)} experts", table)
+        listed = _folded(f"All {len(rows)} experts", listed)
     figure = "![What the text was split into](clusters.png)\n\n"
     return f"""\
 ## Experts
 
-{figure if "clusters.png" in figures else ""}{table}
+{figure if "clusters.png" in figures else ""}{listed}
 
 **words**: those the shard has most above the average. **seed**, **expert**: nats/byte on the part
 of the shard kept for validation, where every byte of a training-length window is scored: not to be
@@ -304,7 +304,7 @@ def _by_k_section(summary: Summary, figures: Sequence[str]) -> str:
 
 ![Loss by the number of active experts](loss_by_k.png)
 
-{_table(["k", *(f"nats/byte, {TEXTS[text]}" for text in texts)], rows)}
+{table(["k", *(f"nats/byte, {TEXTS[text]}" for text in texts)], rows)}
 
 The probabilities of the k experts nearest to a window are averaged. This run is scored with
 k = {active(summary)} (`config.active`)."""
@@ -319,7 +319,7 @@ def _compute_section(summary: Summary) -> str:
     return f"""\
 ## Compute
 
-{_table(["stage", "seconds", "training byte-forwards"], rows)}
+{table(["stage", "seconds", "training byte-forwards"], rows)}
 
 - A byte-forward is one byte through one perturbed expert. Validation and scoring are not counted.
 - {_big(summary["operations"])} arithmetic operations in the matrix products of training (a
@@ -361,7 +361,7 @@ def _folded(title: str, body: str) -> str:
     return f"<details>\n<summary>{title}</summary>\n\n{body}\n\n</details>"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """A Markdown table; the first `left` columns are words, the others numbers."""
     rule = ["---" if i < left else "---:" for i in range(len(header))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))

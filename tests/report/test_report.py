@@ -530,7 +530,7 @@ def test_figures_show_words_without_reading_them_as_marks(tmp_path):
     figure = figures.clusters(experts)
     words = [text.get_text() for text in figure.axes[0].texts]
     assert words[1] == "??, привет"  # the font has no such letters: no box, no warning
-    figures._save(figure, tmp_path / "clusters.png")  # draws it; a formula would fail
+    figures.save(figure, tmp_path / "clusters.png")  # draws it; a formula would fail
     png_size((tmp_path / "clusters.png").read_bytes())
 
 

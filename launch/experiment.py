@@ -1,0 +1,50 @@
+"""Runs an experiment: `python launch/experiment.py --experiment=allocation`.
+
+It writes a table (Markdown and CSV), figures and result.json into its workdir. Stopped at any
+moment, the same command goes on. Its settings are configs/experiments/NAME.py; any of them can be
+overridden, as in `--config.byte_forwards=2e6`.
+"""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+from absl import flags
+from ml_collections import config_flags
+
+from soma_jax import cli, experiments
+from soma_jax.workdir import Workdir
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "experiments"
+
+
+def _config_of(argv: list[str]) -> str:
+    """The config file of the experiment that a command line names: flags are defined before they
+    are parsed, and a config's default must be known then."""
+    named = [match[1] for word in argv if (match := re.fullmatch(r"--?experiment=(\w+)", word))]
+    return str(CONFIGS / f"{(named or list(experiments.NAMES))[-1]}.py")
+
+
+_EXPERIMENT = flags.DEFINE_enum("experiment", None, experiments.NAMES, "which", required=True)
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", _config_of(sys.argv), "the experiment's settings [configs/experiments/NAME.py]"
+)
+_WORKDIR = flags.DEFINE_string("workdir", None, "where it is kept [runs/experiments/NAME]")
+_DEVICES = flags.DEFINE_integer("host_devices", 0, "CPU devices; 0: one for each core", 0)
+
+
+def main() -> None:
+    cli.use_host_devices(_DEVICES.value)
+    name = _EXPERIMENT.value
+    experiment = importlib.import_module(f"soma_jax.experiments.{name}")
+    settings = experiment.resolve(_CONFIG.value)
+    path = Path(_WORKDIR.value or f"runs/experiments/{name}")
+    command = " ".join(["python", "launch/experiment.py", *sys.argv[1:]])
+    workdir = Workdir(path)
+    with workdir.lock():
+        experiment.run(settings, workdir.path, command)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,402 @@
+"""How to spend byte-forwards: a shared batch or windows of a direction's own, how many of each,
+which probe, at which rates (paper, Appendix F.1, G.2; here at one expert's scale).
+
+Every row trains one expert for each random seed on the same budget. Beside the losses stands the
+relative variance of the estimate, E|g' - g|^2 / |g|^2, measured against the exact gradient of the
+trained expert, and as predicted (paper, section 6): with a = (parameters - 1) and nu the variance
+of a window's gradient over |g|^2,
+
+    shared batch of B windows:      v = a/n + nu/B + a nu/(n B)
+    B windows of a direction's own: v = [a + (a + 1) nu/B] / n
+
+Reverse mode is used to measure here, and nowhere to train.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+from soma_jax import config, evaluate, model, probes, randomness, training
+from soma_jax.config import Data, Run, Stage
+from soma_jax.data import store, windows
+from soma_jax.errors import SomaError
+from soma_jax.files import read_json, write_json, write_text
+from soma_jax.interrupt import Interruptions
+from soma_jax.progress import activity, console
+from soma_jax.report import figures, page
+from soma_jax.spsa import spsa
+from soma_jax.stats import t_interval
+
+_OBSERVATIONS = 12  # looks at the test loss in a run, for the figure
+_REPEATS = 8  # estimates that a measured variance is the mean of
+STARTS = {"scratch": "from scratch", "seed": "from the seed"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What configs/experiments/allocation.py says."""
+
+    byte_forwards: float
+    random_seeds: tuple[int, ...]
+    data: Data
+    rows: Mapping[str, Mapping[str, Stage]]  # by start, by name
+    seed_row: str
+    variance_windows: int
+
+
+def resolve(given: ml_collections.ConfigDict) -> Settings:
+    """Checks the config and freezes it.
+
+    Raises:
+      SomaError: naming the field, its value and what it may be.
+    """
+    values = given.to_dict()
+    expected = {"byte_forwards", "random_seeds", "data", "base", *STARTS, "seed_row"}
+    expected.add("variance_windows")
+    if unknown := sorted(set(values) ^ expected):
+        raise SomaError(f"config.{unknown[0]} is missing or not a field of this experiment")
+    budget, seeds = values["byte_forwards"], tuple(values["random_seeds"])
+    if not seeds or not all(isinstance(s, int) and 0 <= s < 2**32 for s in seeds):
+        raise SomaError(f"config.random_seeds must be numbers below 2**32, not {seeds!r}")
+    if len(set(seeds)) < len(seeds):
+        raise SomaError(f"config.random_seeds names one twice: {seeds!r}")
+    if values["variance_windows"] < 16:
+        raise SomaError("config.variance_windows must be at least 16")
+    rows: dict[str, dict[str, Stage]] = {}
+    for start in STARTS:
+        rows[start] = {}
+        for name, overrides in values[start].items():
+            where = f"config.{start}[{name!r}]"
+            stage = config.stage(values["base"] | overrides, where)
+            updates = int(budget / stage.byte_forwards_per_update)
+            if updates < 1:
+                raise SomaError(
+                    f"config.byte_forwards={budget:g} is less than one update of {where}: "
+                    f"{stage.byte_forwards_per_update}"
+                )
+            stage = dataclasses.replace(stage, updates=updates)
+            rows[start][name] = stage
+    if not rows["scratch"]:
+        raise SomaError("config.scratch has no rows")
+    if values["seed_row"] not in rows["scratch"]:
+        raise SomaError(
+            f"config.seed_row={values['seed_row']!r} is not a row of config.scratch: "
+            f"{', '.join(rows['scratch'])}"
+        )
+    return Settings(
+        byte_forwards=float(budget),
+        random_seeds=seeds,
+        data=config.data(values["data"], "config.data"),
+        rows=rows,
+        seed_row=values["seed_row"],
+        variance_windows=values["variance_windows"],
+    )
+
+
+def run(settings: Settings, directory: Path, command: str) -> dict[str, Any]:
+    """Trains what is not trained yet, measures, and writes table, figures and result.json.
+
+    Raises:
+      SomaError: bad input, or a row that was trained with other settings.
+      Interrupted: on SIGTERM or Ctrl-C, after saving; called again, it goes on.
+    """
+    with Interruptions() as interruptions:
+        corpus = {
+            split: _open(settings.data, split, directory / "data" / split)
+            for split in ("train", "test")
+        }
+        screened = windows.screen(corpus["train"].documents(), corpus["test"].documents())
+        test = windows.one_per_document(
+            [d for i, d in enumerate(corpus["test"].documents()) if i not in set(screened)], seed=0
+        )
+        shape = model.ExpertConfig()
+        drawn = [model.init(randomness.key(s, "init"), shape) for s in settings.random_seeds]
+        starts, results = {"scratch": drawn}, []
+        for start in STARTS:
+            for name, stage in settings.rows[start].items():
+                console.print(f"{STARTS[start]}: {name}")
+                experts, result = _row(
+                    settings, directory, start, name, stage, starts[start], corpus["train"], test,
+                    interruptions,
+                )  # fmt: skip
+                results.append(result)
+                if (start, name) == ("scratch", settings.seed_row):
+                    starts["seed"] = experts
+        with activity("measuring the variance of the estimate"):
+            variance = _variances(starts["seed"][0], corpus["train"], settings)
+    result = {
+        "command": command,
+        "byte_forwards": settings.byte_forwards,
+        "random_seeds": list(settings.random_seeds),
+        "test_windows": len(test),
+        "device": jax.devices()[0].device_kind,
+        "devices": len(jax.devices()),
+        "jax": jax.__version__,
+        "seed_row": settings.seed_row,
+        "rows": results,
+        "variance": variance,
+    }
+    _write(directory, result)
+    return result
+
+
+def _open(data: Data, split: str, directory: Path) -> store.Store:
+    spec = getattr(data, split)
+    if directory.exists():
+        opened = store.open_store(directory)
+        store.check_sources(opened, spec)
+        return opened
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    return store.build_store(spec, directory, data.text_field, data.chunk_bytes)
+
+
+def _row(
+    settings: Settings,
+    directory: Path,
+    start: str,
+    name: str,
+    stage: Stage,
+    params: Sequence[model.Params],
+    corpus: store.Store,
+    test: windows.Windows,
+    interruptions: Interruptions,
+) -> tuple[list[model.Params], dict[str, Any]]:
+    """Trains a row's experts, one for each random seed, side by side."""
+    home = directory / "runs" / f"{start}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}"
+    mine = {"stage": dataclasses.asdict(stage), "random_seeds": list(settings.random_seeds)}
+    if (home / "settings.json").exists():
+        if read_json(home / "settings.json") != mine:
+            raise SomaError(f"{home} was trained with other settings; choose another --workdir")
+    else:
+        write_json(home / "settings.json", mine)
+    trainees = [
+        training.trainee(
+            home / str(seed), some, stage, corpus, np.arange(corpus.n_chunks),
+            random_seed=seed, kind=start, index=0, validation_share=0.01,
+        )
+        for seed, some in zip(settings.random_seeds, params, strict=True)
+    ]  # fmt: skip
+
+    def losses(experts: Sequence[model.Params]) -> list[float]:
+        return [evaluate.score([one], None, test, 1).nats(1) for one in experts]
+
+    def observe(update: int, experts: list[model.Params]) -> None:
+        write_json(home / "curve" / f"{update:08d}.json", losses(experts))
+
+    states = training.train(
+        name,
+        trainees,
+        stage,
+        Run(),
+        interruptions,
+        observe=observe,
+        observe_every=-(-stage.updates // _OBSERVATIONS),
+    )
+    experts = [state.params for state in states]
+    lines = (home / str(settings.random_seeds[0]) / "metrics.jsonl").read_text().splitlines()
+    seconds = {m["update"]: m["seconds"] / len(trainees) for m in map(json.loads, lines)}
+    updates = sorted(seconds)
+    curve = []
+    for file in sorted((home / "curve").glob("*.json")):
+        update = int(file.stem)
+        curve.append(
+            {
+                "byte_forwards": update * stage.byte_forwards_per_update,
+                "seconds": float(np.interp(update, updates, [seconds[u] for u in updates])),
+                "test": read_json(file),
+            }
+        )
+    final = losses(experts)
+    interval = t_interval(final)
+    return experts, {
+        "start": start,
+        "name": name,
+        "test": final,
+        "mean": interval.mean,
+        "interval": [interval.low, interval.high],
+        "seconds": seconds[updates[-1]],  # of one run: the seeds' runs share the machine
+        "byte_forwards": stage.updates * stage.byte_forwards_per_update,
+        "stage": dataclasses.asdict(stage),
+        "curve": curve,
+    }
+
+
+def predicted_variance(parameters: int, nu: float, n_pert: int, sequences: int, own: bool) -> float:
+    """Relative variance of SPSA with dense or structured signs (paper, section 6)."""
+    a = parameters - 1
+    if own:
+        return (a + (a + 1) * nu / sequences) / n_pert
+    return a / n_pert + nu / sequences + a * nu / (n_pert * sequences)
+
+
+def _variances(params: model.Params, corpus: store.Store, settings: Settings) -> dict[str, Any]:
+    """Measured and predicted relative variance of estimates, on windows drawn from a fixed set."""
+    length, count = 129, settings.variance_windows
+    rng = np.random.default_rng(0)
+    starts = corpus.chunks[rng.integers(0, corpus.n_chunks, count)]
+    population = corpus.windows(np.minimum(starts, corpus.n_bytes - length), length)
+    body, head = params["body"], params["head"]
+
+    def loss(body: Any, some: jax.Array) -> jax.Array:
+        return model.sequence_losses({"head": head, "body": body}, some, 32)
+
+    def flat(tree: Any) -> np.ndarray:
+        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]).astype(np.float64)
+
+    gradient_of = jax.jit(jax.grad(lambda body, window: loss(body, window[None])[0]))
+    squares, mean = 0.0, np.zeros(sum(x.size for x in jax.tree.leaves(body)))
+    for window in population:
+        g = flat(gradient_of(body, window))
+        squares += float(g @ g) / count
+        mean += g / count
+    norm = float(mean @ mean)
+    nu = squares / norm - 1
+    rows = []
+    for law, n_pert, sequences, own in _MEASURED:
+        tx = spsa(n_pert, 1e-3, law=probes.LAWS[law], own_batch=own)
+
+        @jax.jit
+        def estimate(key, batch, tx=tx):
+            return tx.update(None, None, body, value_fn=loss, key=key, batch=batch)[0]
+
+        errors = []
+        for repeat in range(_REPEATS):
+            shape = (n_pert, sequences) if own else (sequences,)
+            batch = population[rng.integers(0, count, shape)]
+            error = flat(estimate(randomness.key(0, "variance", repeat), batch)) - mean
+            errors.append(float(error @ error) / norm)
+        interval = t_interval(errors)
+        rows.append(
+            {
+                "probe": law,
+                "n_pert": n_pert,
+                "sequences": sequences,
+                "own_batch": own,
+                "measured": interval.mean,
+                "interval": [interval.low, interval.high],
+                "predicted": predicted_variance(mean.size, nu, n_pert, sequences, own),
+            }
+        )
+    return {"nu": nu, "window": length - 1, "parameters": mean.size, "norm": norm, "rows": rows}
+
+
+# Equal byte-forwards (1,024 windows), but for the last, which shows the law of 1/n.
+_MEASURED = [
+    ("dense", 64, 16, False),
+    ("dense", 256, 4, False),
+    ("dense", 64, 16, True),
+    ("dense", 256, 4, True),
+    ("dense", 1024, 1, True),
+    ("rank_one", 1024, 1, True),
+    ("flipout", 1024, 1, True),
+    ("rank_one", 256, 1, True),
+]
+
+
+_FIELDS = ("n_pert", "sequences", "window", "own_batch", "probe", "learning_rate", "eps",
+           "decay_to", "head_sequences", "head_rate", "updates")  # fmt: skip
+
+
+def _write(directory: Path, result: dict[str, Any]) -> None:
+    write_json(directory / "result.json", result)
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    columns = ["start", "name", "mean", "low", "high", "seconds", "byte_forwards"]
+    writer.writerow([*columns, *_FIELDS])
+    for row in result["rows"]:
+        low, high = row["interval"]
+        values = [row["start"], row["name"], row["mean"], low, high, row["seconds"]]
+        writer.writerow([*values, row["byte_forwards"], *(row["stage"][f] for f in _FIELDS)])
+    write_text(directory / "table.csv", lines.getvalue())
+    write_text(directory / "allocation.md", markdown(result))
+    figures.save(_curves(result), directory / "allocation.png")
+    console.print(f"[bold]{directory / 'allocation.md'}[/bold]")
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result as Markdown: its command, the losses of each start, and the variances."""
+    parts = [f"`{result['command']}`"]
+    for start, words in STARTS.items():
+        rows = [row for row in result["rows"] if row["start"] == start]
+        if not rows:
+            continue
+        parts.append(f"**One expert {words}**, {result['byte_forwards'] / 1e6:g}M byte-forwards")
+        parts.append(page.table(_HEADER, [_cells(row) for row in rows]))
+    variance = result["variance"]
+    parts.append(
+        f"**Relative variance of the estimate**, at the seed: {variance['parameters']:,} "
+        f"parameters, nu = {variance['nu']:.1f} for windows of {variance['window']} bytes"
+    )
+    rows = [
+        [
+            f"{row['probe']}, {'own windows' if row['own_batch'] else 'shared batch'}",
+            str(row["n_pert"]),
+            str(row["sequences"]),
+            f"{row['measured']:.0f}",
+            f"{row['interval'][0]:.0f} to {row['interval'][1]:.0f}",
+            f"{row['predicted']:.0f}",
+        ]
+        for row in variance["rows"]
+    ]
+    parts.append(page.table(["", "n_pert", "B", "measured", "95% interval", "predicted"], rows))
+    return "\n\n".join(parts) + "\n"
+
+
+_HEADER = ["", "n_pert", "B", "T", "windows", "probe", "rate", "eps", "updates", "seconds",
+           "test nats/byte", "95% over seeds"]  # fmt: skip
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    stage = row["stage"]
+    return [
+        row["name"],
+        *(str(stage[field]) for field in ("n_pert", "sequences", "window")),
+        "own" if stage["own_batch"] else "shared",
+        stage["probe"],
+        f"{stage['learning_rate']:g}" + (" cos" if stage["decay_to"] < 1 else ""),
+        f"{stage['eps']:g}",
+        str(stage["updates"]),
+        f"{row['seconds']:.0f}",
+        f"{row['mean']:.3f}",
+        f"{row['interval'][0]:.3f} to {row['interval'][1]:.3f}",
+    ]
+
+
+def _curves(result: dict[str, Any]) -> Any:
+    starts = [s for s in STARTS if any(row["start"] == s for row in result["rows"])]
+    figure, panels = figures.panels(11, 1.2 + 4 * len(starts), rows=len(starts), columns=2)
+    names = list(dict.fromkeys(row["name"] for row in result["rows"]))
+    axis_label = {
+        "byte_forwards": "byte-forwards of a run",
+        "seconds": f"seconds of a run on {result['devices']} x {result['device']}",
+    }
+    for i, start in enumerate(starts):
+        rows = [row for row in result["rows"] if row["start"] == start]
+        for axes, unit in zip(panels[2 * i : 2 * i + 2], axis_label, strict=True):
+            for row in rows:
+                color = figures.COLORS[names.index(row["name"]) % len(figures.COLORS)]
+                points = [(p[unit], p["test"]) for p in row["curve"]]
+                points.append((row[unit], row["test"]))
+                x = [p[0] for p in points]
+                y = np.array([p[1] for p in points])
+                axes.plot(x, y.mean(1), color=color, label=row["name"], marker=".")
+                axes.fill_between(x, y.min(1), y.max(1), color=color, alpha=0.2, lw=0)
+            ends = [loss for row in rows for loss in row["test"]]
+            axes.set_ylim(min(ends) - 0.03, max(ends) + 0.35)
+            axes.set_xlabel(axis_label[unit])
+            axes.set_ylabel("test nats/byte")
+            axes.set_title(f"One expert {STARTS[start]} (band: all random seeds)")
+            axes.xaxis.set_major_formatter(figures.engineering())
+    figures.legend(figure, panels[0])
+    return figure

@@ -1,0 +1,201 @@
+"""launch/experiment.py --experiment=allocation as a person runs it, at a toy's size."""
+
+import csv
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from soma_jax import probes
+from soma_jax.errors import SomaError
+from soma_jax.experiments import allocation
+from soma_jax.spsa import spsa
+
+ROOT = Path(__file__).parents[2]
+TINY = """
+import sys
+sys.path.insert(0, {root!r})
+from configs.experiments import allocation
+
+
+def get_config():
+    config = allocation.get_config()
+    config.byte_forwards = 12_000.0
+    config.random_seeds = (3, 4)
+    config.variance_windows = 16
+    config.base.update(n_pert=4, window=16, validation_windows=2)
+    few = dict(learning_rate=1e-2, eps=5e-3)
+    config.scratch = dict(
+        shared=dict(sequences=4, **few),
+        own=dict(sequences=2, own_batch=True, probe="rank_one", head_sequences=4, **few),
+    )
+    config.seed = dict(own=dict(sequences=4, own_batch=True, **few))
+    config.seed_row = "own"
+    return config
+"""
+
+
+def command(tmp_path, *arguments, text=TINY):
+    file = tmp_path / "tiny.py"
+    file.write_text(text.format(root=str(ROOT)))
+    line = [sys.executable, "launch/experiment.py", "--experiment=allocation", f"--config={file}"]
+    return [*line, f"--workdir={tmp_path / 'run'}", *arguments]
+
+
+def start(tmp_path, *arguments, **options):
+    return subprocess.Popen(
+        command(tmp_path, *arguments, **options),
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"COLUMNS": "200"},
+    )  # fmt: skip
+
+
+def run(tmp_path, *arguments, **options):
+    process = start(tmp_path, *arguments, **options)
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output
+
+
+def result(tmp_path):
+    return json.loads((tmp_path / "run" / "result.json").read_text())
+
+
+def without_times(found):
+    found = json.loads(json.dumps(found))
+    for row in found["rows"]:
+        row.pop("seconds")
+        for point in row["curve"]:
+            point.pop("seconds")
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("allocation")
+    code, output = run(tmp_path)
+    assert code == 0, output
+    return tmp_path
+
+
+def test_it_writes_a_table_a_figure_and_a_result(finished):
+    found = result(finished)
+    assert [(r["start"], r["name"]) for r in found["rows"]] == [
+        ("scratch", "shared"), ("scratch", "own"), ("seed", "own")
+    ]  # fmt: skip
+    assert found["command"].startswith("python launch/experiment.py --experiment=allocation")
+    for row in found["rows"]:
+        assert len(row["test"]) == len(set(row["test"])) == 2  # one for each random seed
+        assert row["mean"] == pytest.approx(np.mean(row["test"]))
+        assert row["interval"][0] < row["mean"] < row["interval"][1]
+        stage = row["stage"]
+        one = (2 * stage["n_pert"] * stage["sequences"] + stage["head_sequences"]) * 16
+        assert 12_000 - one < row["byte_forwards"] == stage["updates"] * one <= 12_000
+        assert [p["byte_forwards"] for p in row["curve"]] == sorted(
+            p["byte_forwards"] for p in row["curve"]
+        )
+        assert len(row["curve"]) >= 6
+    scratch, from_seed = found["rows"][1], found["rows"][2]
+    # The seed's row starts from what `own` has reached, not from a drawn expert.
+    assert from_seed["curve"][0]["test"][0] < scratch["curve"][0]["test"][0]
+    with (finished / "run" / "table.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [float(line["mean"]) for line in table] == [row["mean"] for row in found["rows"]]
+    page = (finished / "run" / "allocation.md").read_text()
+    assert f"{scratch['mean']:.3f}" in page
+    assert "nu = " in page
+    assert (finished / "run" / "allocation.png").stat().st_size > 10_000
+
+
+def test_killed_it_goes_on_to_the_same_losses(finished, tmp_path):
+    process = start(tmp_path)
+    reached = tmp_path / "run" / "runs" / "scratch-own" / "settings.json"
+    while not reached.exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    code, output = run(tmp_path)
+    assert code == 0, output
+    ours, theirs = without_times(result(tmp_path)), without_times(result(finished))
+    ours.pop("command"), theirs.pop("command")
+    assert ours == theirs
+
+
+def test_a_row_with_other_settings_is_refused(finished):
+    text = TINY.replace("sequences=4, **few", "sequences=3, **few", 1)
+    code, output = run(finished, text=text)
+    assert code == 2
+    assert "scratch-shared was trained with other settings" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--config.byte_forwards=10.0", "less than one update"),
+        ("--config.seed_row=nothing", "config.seed_row='nothing' is not a row"),
+        ("--config.base.eps=-1.0", "eps must be above 0"),
+        ("--config.data.train=/no/such", "/no/such"),
+        ("--config.random_seeds=(1,1)", "twice"),
+        ("--experiment=nothing", "nothing"),
+        ("--config.nope=1", "nope"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(tmp_path, argument, words):
+    code, output = run(tmp_path, argument)
+    assert code == 2
+    assert words in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "run" / "runs").exists()
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_predicted_variance_is_that_of_a_toy_whose_gradients_are_known(own, sequences):
+    """Per-window gradients mean + noise, linear loss: the only randomness is what is predicted."""
+    d, n_pert, repeats = 24, 5, 4000
+    rng = np.random.default_rng(0)
+    mean = rng.normal(size=d).astype(np.float32)
+    spread = 2.0
+    nu = d * spread**2 / float(mean @ mean)
+    tx = spsa(n_pert, 0.5, law=probes.dense_rademacher, own_batch=own, chunk=n_pert)
+
+    def estimate(key):
+        first, second = jax.random.split(key)
+        shape = (n_pert, sequences, d) if own else (sequences, d)
+        batch = mean + spread * jax.random.normal(first, shape)
+        loss = lambda w, batch: batch @ w  # noqa: E731
+        w = jnp.zeros(d)
+        return tx.update(w, None, w, value_fn=loss, key=second, batch=batch)[0]
+
+    estimates = jax.jit(jax.vmap(estimate))(jax.random.split(jax.random.key(1), repeats))
+    errors = ((np.asarray(estimates) - mean) ** 2).sum(1) / float(mean @ mean)
+    expected = allocation.predicted_variance(d, nu, n_pert, sequences, own)
+    assert abs(errors.mean() - expected) < 5 * errors.std() / np.sqrt(repeats)
+
+
+def test_every_setting_of_the_committed_config_is_good():
+    sys.path.insert(0, str(ROOT))
+    from configs.experiments.allocation import get_config
+
+    settings = allocation.resolve(get_config())
+    rows = settings.rows["scratch"]
+    paper = rows["paper (64, 64, 1024)"]
+    assert (paper.n_pert, paper.sequences, paper.window, paper.own_batch) == (64, 64, 1024, False)
+    assert {r.updates * r.byte_forwards_per_update for r in rows.values()} <= {
+        n for r in rows.values() for n in [r.updates * r.byte_forwards_per_update] if n <= 26e6
+    }
+    wrong = get_config()
+    wrong.unlock()
+    wrong.scratch["own windows"].probe = "cauchy"
+    with pytest.raises(SomaError, match=r"config\.scratch\['own windows'\]\.probe"):
+        allocation.resolve(wrong)
+    assert dataclasses.asdict(paper)["probe"] == "sparse"
