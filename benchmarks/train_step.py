@@ -8,14 +8,14 @@ matmul peak measured in the same process on the same devices, and their ratio: m
 
 import json
 import resource
-import statistics
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jax.sharding import PartitionSpec as P
+from threadpoolctl import threadpool_limits
+from timing import matmul_peak, median_seconds
 
 from soma_jax import cli, ensemble, expert, model, probes, randomness
 from soma_jax.config import Stage
@@ -27,35 +27,12 @@ flags.DEFINE_integer("sequences", 8, "windows a direction sees", 1)
 flags.DEFINE_integer("window", 256, "T, bytes a window predicts", 1)
 flags.DEFINE_integer("head_sequences", 8, "windows of the delta rule; 0 freezes E", 0)
 flags.DEFINE_enum("probe", "sparse", list(probes.LAWS), "law of a direction")
+flags.DEFINE_float("whitening", 0.0, "damping of whitened directions; 0: none", 0.0)
 flags.DEFINE_bool("own_batch", False, "each direction has its own windows")
 flags.DEFINE_integer("chunk", 0, "directions evaluated at once; 0: what suits", 0)
 flags.DEFINE_integer("updates", 7, "timed updates", 1)
 flags.DEFINE_integer("host_devices", 0, "CPU devices; 0: one for each core", 0)
 flags.DEFINE_bool("json", False, "print one line of JSON")
-
-
-def matmul_peak() -> float:
-    """GFLOP/s of float32 products of 1,024 x 1,024 matrices, on all devices at once."""
-    n, repeats = 1024, 4
-    mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def products(a):
-        return jax.lax.fori_loop(0, repeats, lambda _, b: (a[0] @ b) * (1 / n), a[0])[None]
-
-    run = jax.jit(jax.shard_map(products, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
-    a = jnp.ones((len(jax.devices()), n, n))
-    seconds = median_seconds(lambda: run(a), 15)
-    return len(jax.devices()) * repeats * 2 * n**3 / seconds / 1e9
-
-
-def median_seconds(call, repeats: int) -> float:
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def main() -> None:
@@ -66,6 +43,7 @@ def main() -> None:
         probe=f.probe,
         sequences=f.sequences,
         own_batch=f.own_batch,
+        whitening=f.whitening,
         window=f.window,
         head_sequences=f.head_sequences,
     )
@@ -90,7 +68,8 @@ def main() -> None:
         states, losses = update(states, batch, keys)
         return states, losses
 
-    seconds = median_seconds(step, f.updates)
+    with threadpool_limits(1, "blas"):  # as training does
+        seconds = median_seconds(step, f.updates)
     rate = f.experts * stage.byte_forwards_per_update / seconds
     gflops = rate * shape.operations_per_byte / 1e9
     peak = matmul_peak()
@@ -107,7 +86,7 @@ def main() -> None:
         "jax": jax.__version__,
         "settings": {k: f[k].value for k in (
             "experts", "width", "n_pert", "sequences", "window", "head_sequences", "probe",
-            "own_batch", "chunk",
+            "own_batch", "chunk", "whitening",
         )},
     }  # fmt: skip
     if f.json:

@@ -15,6 +15,7 @@ def get_config():
     config.cluster.components = 16
     for stage in (config.seed, config.expert):
         stage.updates = 60
+        stage.probe = "rank_one"
         stage.n_pert = 16
         stage.sequences = 2
         stage.own_batch = True
@@ -23,7 +24,8 @@ def get_config():
         stage.validation_windows = 16
         stage.patience = 20
         stage.learning_rate = stage.eps = 2.5e-3
-    config.seed.head_sequences = 32
+        stage.head_sequences = 32
+    config.expert.whitening = 0.1
     config.evaluation.wikitext = False
     config.evaluation.bootstrap = 1000
     return config

@@ -40,7 +40,9 @@ def main() -> None:
     experiment = importlib.import_module(f"soma_jax.experiments.{name}")
     settings = experiment.resolve(_CONFIG.value)
     path = Path(_WORKDIR.value or f"runs/experiments/{name}")
-    command = " ".join(["python", "launch/experiment.py", *sys.argv[1:]])
+    # As anybody would run it: where it was kept here is no part of it.
+    words = [word for word in sys.argv[1:] if not word.lstrip("-").startswith("workdir")]
+    command = " ".join(["python", "launch/experiment.py", *words])
     workdir = Workdir(path)
     with workdir.lock():
         experiment.run(settings, workdir.path, command)

@@ -79,4 +79,11 @@ def use_host_devices(count: int) -> None:
             f"{count} CPU devices are too many for {cores} cores: host_devices must be at most "
             f"{most}; 0 makes one for each core"
         )
-    jax.config.update("jax_num_cpu_devices", count or cores)
+    count = count or cores
+    jax.config.update("jax_num_cpu_devices", count)
+    if count > 1:
+        # Each device has a core to itself. Left on, XLA hands parts of a kernel to a pool of one
+        # thread for each core, where a collective may already hold a thread and wait for what is
+        # queued behind it: such a run ended with "may be stuck" after a minute.
+        flags_before = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen=false {flags_before}"

@@ -228,6 +228,11 @@ def _check_stage(path: str, stage: Stage) -> None:
             f"{path}.whitening looks at the unperturbed forward of the delta rule: set "
             f"{path}.head_sequences (with {path}.head_rate=0 to freeze E)"
         )
+    if 0 < stage.whitening < 1e-3:
+        raise SomaError(
+            f"{path}.whitening={stage.whitening:g} is too small for float32: 1e-3 or more, or 0 "
+            "for none"
+        )
     if stage.whitening and stage.probe == "flipout":
         raise SomaError(f"{path}.whitening and {path}.probe=flipout do not go together")
     if stage.patience % stage.validate_every:

@@ -12,12 +12,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 
 from soma_jax import model, optimizers, probes, whitening
 from soma_jax.config import Stage
 from soma_jax.head import delta_rule
-
-_WHITENING_WINDOWS = 16  # of an update's, enough to know the inputs' second moments from
 
 
 class ExpertState(flax.struct.PyTreeNode):
@@ -60,7 +59,7 @@ def chunk_and_block(stage: Stage, chunk: int = 0) -> tuple[int, int]:
         rows, suits = 1024, 64 // stage.sequences if stage.probe in probes.STRUCTURED else 1
     else:
         rows, suits = 2**20, stage.n_pert
-    chunk = chunk or max(1, suits)
+    chunk = min(chunk or max(1, suits), stage.n_pert)
     return chunk, max(1, rows // (2 * chunk * stage.sequences))
 
 
@@ -107,8 +106,9 @@ def update(
 
     def at_now(optimizer: Any, factor: float = 1.0) -> Any:
         rates = {
-            name: factor
-            * optimizers.scaled(stage, getattr(stage, name), state.plateau.scale, state.update)
+            name: optimizers.scaled(
+                stage, factor * getattr(stage, name), state.plateau.scale, state.update
+            )
             for name in optimizer.hyperparams
         }
         return optimizer._replace(hyperparams=rates)
@@ -118,14 +118,14 @@ def update(
 
     body, unperturbed = params["body"], {}
     if stage.head_sequences:
-        unperturbed["gradient"], _ = delta_rule(params, batch.head)
-    if stage.whitening:
-        seen = batch.head[:_WHITENING_WINDOWS, :-1].astype(jnp.int32)
-        unperturbed["second_moments"] = whitening.second_moments(params, seen)
+        unperturbed["gradient"], _, inputs = delta_rule(params, batch.head)
+        if stage.whitening:
+            unperturbed["second_moments"] = whitening.second_moments(inputs)
     if axis_name is not None:
         # One collective, and before the estimator's: XLA's CPU backend starts independent ones at
         # once, and its threads then wait for each other forever.
-        unperturbed = jax.lax.pmean(unperturbed, axis_name)
+        flat, unravel = ravel_pytree(unperturbed)
+        unperturbed = unravel(jax.lax.pmean(flat, axis_name))
         body, unperturbed = jax.lax.optimization_barrier((body, unperturbed))
     factors = None
     if stage.whitening:

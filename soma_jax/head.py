@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from soma_jax import model
 
 
-def delta_rule(params: model.Params, window_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
+def delta_rule(
+    params: model.Params, window_BxL: jax.Array
+) -> tuple[jax.Array, jax.Array, model.Params]:
     r"""The decoder's gradient of the mean loss, with the features h held fixed (paper, Eq. 7).
 
     dE = 1/(BT) sum_{b,t} (softmax(E h_bt) - onehot(y_bt)) h_bt^T. The embedding's path is left out
@@ -19,12 +21,13 @@ def delta_rule(params: model.Params, window_BxL: jax.Array) -> tuple[jax.Array, 
       window_BxL: bytes [B, T + 1].
 
     Returns:
-      dE [V, d_E] and the unperturbed mean loss [], nats/byte.
+      dE [V, d_E], the unperturbed mean loss [], nats/byte, and what each matrix of the body
+      multiplied on the way (`model.forward`).
     """
     window = window_BxL.astype(jnp.int32)
-    h_TxBxe, _ = model.features(params, window[:, :-1])
+    h_TxBxe, _, inputs = model.forward(params, window[:, :-1])
     targets = window[:, 1:].T
     log_p = jax.nn.log_softmax(h_TxBxe @ params["head"].T)
     error = jnp.exp(log_p) - jax.nn.one_hot(targets, model.VOCABULARY, dtype=log_p.dtype)
     loss = -jnp.take_along_axis(log_p, targets[..., None], axis=-1).mean()
-    return jnp.tensordot(error, h_TxBxe, ((0, 1), (0, 1))) / targets.size, loss
+    return jnp.tensordot(error, h_TxBxe, ((0, 1), (0, 1))) / targets.size, loss, inputs

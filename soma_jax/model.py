@@ -130,18 +130,14 @@ def features(
     params: Params, ids_BxT: jax.Array, state: State | None = None
 ) -> tuple[jax.Array, State]:
     """Everything before the decoder: integer bytes [B, T] to features [T, B, d_E] and the state."""
-    x, state, _ = _forward(params, ids_BxT, state)
-    return x, state
+    return forward(params, ids_BxT, state)[:2]
 
 
-def matrix_inputs(params: Params, ids_BxT: jax.Array) -> Params:
-    """What each matrix of the body multiplies, [T, B, rows]; the body's tree, None for a vector."""
-    return _forward(params, ids_BxT, None)[2]
-
-
-def _forward(
-    params: Params, ids_BxT: jax.Array, state: State | None
+def forward(
+    params: Params, ids_BxT: jax.Array, state: State | None = None
 ) -> tuple[jax.Array, State, Params]:
+    """`features`, and what each matrix of the body multiplies on the way: a tree like the body's,
+    [T, B, rows] for a matrix and None for a vector."""
     body = params["body"]
     state = initial_state(params, ids_BxT.shape[0]) if state is None else state
     inputs: Params = {"blocks": [], "final_gain": None}

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from threadpoolctl import threadpool_limits
 
 from soma_jax import ensemble, expert, model, randomness
 from soma_jax.checkpoint import Checkpoints
@@ -147,6 +148,8 @@ def train(
 
         work = len(trainees) * stage.byte_forwards_per_update
         progress = stack.enter_context(StageProgress(name, stage.updates, done, work))
+        # Whitening calls LAPACK, whose own threads would wait for cores that are all in use.
+        stack.enter_context(threadpool_limits(1, "blas"))
         stack.enter_context(interruptions.postponed())
         seconds_before, started = metrics[0].seconds, time.monotonic()
         last_save = started

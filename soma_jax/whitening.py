@@ -5,9 +5,11 @@ C = E[x x^T] of the matrix's inputs x, whose eigenvalues spread over three order
 direction then moves the loss mostly along the few inputs that everything shares, and its noise
 limits the rate for all others. With
 
-    z' = S z,   S S^T = (C / c + damping I)^-1   (c: the mean of C's diagonal; |S|^2 = rows)
+    z' = S z,   S S^T proportional to (C / c + damping I)^-1,   |S|^2 = rows
 
-all inputs count alike. The estimate sum_j d_j z'_j is then that of S S^T g: the input half of a
+(c: the mean of C's diagonal) all inputs count alike. LayerNorm leaves one direction in which there
+is no input at all; it takes a share of |S|^2 that grows as damping falls, so damping has a part in
+the rate, too. The estimate sum_j d_j z'_j is then that of S S^T g: the input half of a
 Kronecker-factored natural gradient, from forward passes alone (C comes with any forward).
 
 References:
@@ -24,23 +26,17 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 
-from soma_jax import model
 from soma_jax.probes import ProbeLaw
 
 
-def second_moments(params: model.Params, ids_BxT: jax.Array) -> Any:
-    """E[x x^T] of what each matrix of the body multiplies, [rows, rows]; None for a vector.
-
-    Args:
-      params: the expert.
-      ids_BxT: bytes whose activations are looked at.
-    """
+def second_moments(inputs: Any) -> Any:
+    """E[x x^T], [rows, rows], of what a matrix multiplies (`model.forward`); None for a vector."""
 
     def of_matrix(x: jax.Array) -> jax.Array:
         x = x.reshape(-1, x.shape[-1])
         return jnp.matmul(x.T, x, precision="highest") / x.shape[0]
 
-    return jax.tree.map(of_matrix, model.matrix_inputs(params, ids_BxT))
+    return jax.tree.map(of_matrix, inputs)
 
 
 def factors(second_moments: Any, body: Any, damping: float) -> Any:

@@ -14,7 +14,8 @@ from soma_jax.config import Stage
 SHAPE = model.ExpertConfig(width=4, blocks=1, embedding=4)
 # eps is large so that the last bit of a loss does not become 1e-4 of a finite difference.
 STAGE = Stage(updates=9, n_pert=4, sequences=2, window=4, head_sequences=2, eps=0.1, whitening=0.1)
-OWN = dataclasses.replace(STAGE, n_pert=2, own_batch=True, head_sequences=0, whitening=0.0)
+OWN = dataclasses.replace(STAGE, n_pert=2, own_batch=True, probe="rank_one")
+FROZEN = dataclasses.replace(OWN, head_sequences=0, whitening=0.0, probe="sparse")
 UPDATES = 3
 
 
@@ -92,7 +93,7 @@ def flat(tree) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("experts", "devices", "stage"),
-    [(4, 1, STAGE), (4, 2, STAGE), (4, 4, STAGE), (3, 2, STAGE), (1, 2, OWN)],
+    [(4, 1, STAGE), (4, 2, STAGE), (4, 4, STAGE), (3, 2, STAGE), (1, 2, OWN), (1, 2, FROZEN)],
 )
 def test_an_expert_is_alone_wherever_it_is_placed(experts, devices, stage):
     """FSO on 1, 2 and 4 devices, DDPP on 2 (shared batch; own batches and E frozen), and alone."""
@@ -118,16 +119,17 @@ def test_a_failed_expert_stops_and_the_others_go_on_as_without_it():
         np.testing.assert_array_equal(losses[:, i], expected_losses[:, i])
 
 
-def collectives(executable) -> set[str]:
-    """The kinds of communication in a compiled program."""
+def collectives(executable) -> list[str]:
+    """The communication in a compiled program."""
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-\\w+|ragged-\\w+|send|recv"
-    return set(re.findall(rf"\b({kinds})(?:-start)?\(", executable.as_text()))
+    return re.findall(rf"\b({kinds})(?:-start)?\(", executable.as_text())
 
 
 def test_fso_communicates_nothing_and_ddpp_sums_alone():
-    assert collectives(compiled(4, 4, STAGE)[1]) == set()
-    assert collectives(compiled(4, 2, STAGE)[1]) == set()
-    assert collectives(compiled(3, 2, STAGE)[1]) == {"all-reduce"}
+    assert collectives(compiled(4, 4, STAGE)[1]) == []
+    assert collectives(compiled(4, 2, STAGE)[1]) == []
+    # One of what the unperturbed forward gives, one of the estimate: several could deadlock.
+    assert collectives(compiled(3, 2, STAGE)[1]) == ["all-reduce"] * 2
 
 
 def test_validation_is_each_experts_own():
@@ -136,7 +138,7 @@ def test_validation_is_each_experts_own():
     held_out = np.stack([windows(i, 99, STAGE) for i in range(4)])
     placed = together.place(ensemble.stack(states)), together.place(held_out)
     lowered = together.validate.lower(*placed).compile()
-    assert collectives(lowered) == set()
+    assert collectives(lowered) == []
     after, losses = lowered(*placed)
     expected = [
         model.sequence_losses(s.params, w).mean() for s, w in zip(states, held_out, strict=True)

@@ -233,8 +233,53 @@ def test_what_an_update_evaluates_at_a_time_does_not_change_it(probe):
         np.testing.assert_allclose(flat(other.params), flat(state.params), atol=1e-5)
 
 
-@pytest.mark.parametrize(("sequences", "probe", "chunk"), [(8, "sparse", 1), (8, "rank_one", 8)])
-def test_activations_of_an_update_fit_a_cores_cache(sequences, probe, chunk):
-    stage = dataclasses.replace(STAGE, sequences=sequences, probe=probe)
-    assert expert.chunk_and_block(stage) == (chunk, 1024 // (2 * sequences * chunk))
-    assert expert.chunk_and_block(dataclasses.replace(stage, sequences=4096)) == (1, 1)
+@pytest.mark.parametrize("probe", ["sparse", "rank_one"])
+@pytest.mark.parametrize(("n_pert", "sequences"), [(64, 8), (256, 1), (4, 1), (64, 4096)])
+def test_activations_of_an_update_fit_a_cores_cache(n_pert, sequences, probe):
+    stage = dataclasses.replace(STAGE, n_pert=n_pert, sequences=sequences, probe=probe)
+    chunk, block = expert.chunk_and_block(stage)
+    assert 1 <= chunk <= n_pert
+    assert 512 < 2 * chunk * sequences * block <= 1024 or (chunk, block) == (1, 1)
+    assert chunk == 1 or probe == "rank_one"  # dense directions have no product in common
+
+
+def test_a_whitened_update_is_the_formulas_step():
+    """One update of rank-one directions, each product and inverse written out in float64."""
+    stage = dataclasses.replace(
+        STAGE, probe="rank_one", n_pert=3, head_sequences=2, whitening=0.1, weight_decay=0.0
+    )
+    params, drawn = seed_params(), windows(0, 2)
+    body = params["body"]
+    inputs = model.forward(params, drawn[:, :-1].astype(np.int32))[2]
+
+    def factor(p, x):
+        if x is None:
+            return np.ones(())
+        x = np.asarray(x, np.float64).reshape(-1, p.shape[0])
+        second = x.T @ x / len(x)
+        second = second / second.diagonal().mean() + 0.1 * np.eye(len(second))
+        root = np.linalg.inv(np.linalg.cholesky(second)).T
+        return root * np.sqrt(len(root) / np.square(root).sum())
+
+    factors = jax.tree.map(factor, body, inputs)
+    losses = jax.jit(
+        lambda body: model.sequence_losses({"head": params["head"], "body": body}, drawn)
+    )
+    total = jax.tree.map(lambda p: np.zeros(p.shape), body)
+    for j in range(3):
+        z = probes.LAWS["rank_one"](jax.random.fold_in(KEY, 0), j, body)
+        z = jax.tree.map(
+            lambda p, z, s: s @ np.outer(z.column, z.row) if s.ndim else np.asarray(z),
+            body, z, factors,
+        )  # fmt: skip
+        moved = [
+            losses(jax.tree.map(lambda p, z, e=e: jnp.asarray(p + e * z, p.dtype), body, z))
+            for e in (1e-2, -1e-2)
+        ]
+        d = float((moved[0] - moved[1]).mean()) / 2e-2
+        total = jax.tree.map(lambda t, z, d=d: t + d * z / 3, total, z)
+    state, _ = train(stage)
+    for new, old, g in zip(*map(jax.tree.leaves, (state.params["body"], body, total)), strict=True):
+        step = -1e-2 * g / np.sqrt(np.square(g).mean())
+        np.testing.assert_allclose(new - old, step, atol=2e-4)
+        assert np.abs(step).max() > 5e-3

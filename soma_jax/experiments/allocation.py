@@ -19,11 +19,13 @@ import dataclasses
 import io
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
@@ -39,7 +41,7 @@ from soma_jax.spsa import spsa
 from soma_jax.stats import t_interval
 
 _OBSERVATIONS = 12  # looks at the test loss in a run, for the figure
-_REPEATS = 8  # estimates that a measured variance is the mean of
+_REPEATS = 4  # estimates that a measured variance is the mean of
 STARTS = {"scratch": "from scratch", "seed": "from the seed"}
 
 
@@ -67,17 +69,25 @@ def resolve(given: ml_collections.ConfigDict) -> Settings:
     if unknown := sorted(set(values) ^ expected):
         raise SomaError(f"config.{unknown[0]} is missing or not a field of this experiment")
     budget, seeds = values["byte_forwards"], tuple(values["random_seeds"])
+    if not isinstance(budget, float | int) or not 0 < budget < float("inf"):
+        raise SomaError(f"config.byte_forwards must be a finite number above 0, not {budget!r}")
     if not seeds or not all(isinstance(s, int) and 0 <= s < 2**32 for s in seeds):
         raise SomaError(f"config.random_seeds must be numbers below 2**32, not {seeds!r}")
     if len(set(seeds)) < len(seeds):
         raise SomaError(f"config.random_seeds names one twice: {seeds!r}")
-    if values["variance_windows"] < 16:
-        raise SomaError("config.variance_windows must be at least 16")
+    if not isinstance(values["variance_windows"], int) or values["variance_windows"] < 16:
+        raise SomaError("config.variance_windows must be a whole number, at least 16")
     rows: dict[str, dict[str, Stage]] = {}
     for start in STARTS:
         rows[start] = {}
         for name, overrides in values[start].items():
             where = f"config.{start}[{name!r}]"
+            if not isinstance(overrides, dict):
+                raise SomaError(f"{where} must be fields of a Stage, not {overrides!r}")
+            if "updates" in overrides:
+                raise SomaError(f"{where}.updates follows from config.byte_forwards: leave it out")
+            if _slug(name) in map(_slug, rows[start]) or not _slug(name):
+                raise SomaError(f"{where} needs a name of letters or digits of its own")
             stage = config.stage(values["base"] | overrides, where)
             updates = int(budget / stage.byte_forwards_per_update)
             if updates < 1:
@@ -102,6 +112,10 @@ def resolve(given: ml_collections.ConfigDict) -> Settings:
         seed_row=values["seed_row"],
         variance_windows=values["variance_windows"],
     )
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def run(settings: Settings, directory: Path, command: str) -> dict[str, Any]:
@@ -173,8 +187,14 @@ def _row(
     interruptions: Interruptions,
 ) -> tuple[list[model.Params], dict[str, Any]]:
     """Trains a row's experts, one for each random seed, side by side."""
-    home = directory / "runs" / f"{start}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}"
-    mine = {"stage": dataclasses.asdict(stage), "random_seeds": list(settings.random_seeds)}
+    home = directory / "runs" / f"{start}-{_slug(name)}"
+    mine = {
+        "stage": dataclasses.asdict(stage),
+        "random_seeds": list(settings.random_seeds),
+        "data": dataclasses.asdict(settings.data),
+    }
+    if start == "seed":
+        mine["seed"] = dataclasses.asdict(settings.rows["scratch"][settings.seed_row])
     if (home / "settings.json").exists():
         if read_json(home / "settings.json") != mine:
             raise SomaError(f"{home} was trained with other settings; choose another --workdir")
@@ -192,7 +212,10 @@ def _row(
         return [evaluate.score([one], None, test, 1).nats(1) for one in experts]
 
     def observe(update: int, experts: list[model.Params]) -> None:
-        write_json(home / "curve" / f"{update:08d}.json", losses(experts))
+        before = time.monotonic()
+        scored = losses(experts)
+        point = {"test": scored, "seconds": time.monotonic() - before}
+        write_json(home / "curve" / f"{update:08d}.json", point)
 
     states = training.train(
         name,
@@ -207,16 +230,18 @@ def _row(
     lines = (home / str(settings.random_seeds[0]) / "metrics.jsonl").read_text().splitlines()
     seconds = {m["update"]: m["seconds"] / len(trainees) for m in map(json.loads, lines)}
     updates = sorted(seconds)
-    curve = []
+    curve, looking = [], 0.0
     for file in sorted((home / "curve").glob("*.json")):
-        update = int(file.stem)
+        update, point = int(file.stem), read_json(file)
+        training_seconds = float(np.interp(update, updates, [seconds[u] for u in updates]))
         curve.append(
             {
                 "byte_forwards": update * stage.byte_forwards_per_update,
-                "seconds": float(np.interp(update, updates, [seconds[u] for u in updates])),
-                "test": read_json(file),
+                "seconds": training_seconds - looking,
+                "test": point["test"],
             }
         )
+        looking += point["seconds"] / len(trainees)
     final = losses(experts)
     interval = t_interval(final)
     return experts, {
@@ -225,7 +250,8 @@ def _row(
         "test": final,
         "mean": interval.mean,
         "interval": [interval.low, interval.high],
-        "seconds": seconds[updates[-1]],  # of one run: the seeds' runs share the machine
+        # Of one run, compilation included: the seeds' runs share the machine.
+        "seconds": seconds[updates[-1]] - looking,
         "byte_forwards": stage.updates * stage.byte_forwards_per_update,
         "stage": dataclasses.asdict(stage),
         "curve": curve,
@@ -246,6 +272,7 @@ def _variances(params: model.Params, corpus: store.Store, settings: Settings) ->
     rng = np.random.default_rng(0)
     starts = corpus.chunks[rng.integers(0, corpus.n_chunks, count)]
     population = corpus.windows(np.minimum(starts, corpus.n_bytes - length), length)
+    params = jax.tree.map(jnp.asarray, params)  # a restored expert is of numpy arrays
     body, head = params["body"], params["head"]
 
     def loss(body: Any, some: jax.Array) -> jax.Array:
@@ -291,21 +318,21 @@ def _variances(params: model.Params, corpus: store.Store, settings: Settings) ->
     return {"nu": nu, "window": length - 1, "parameters": mean.size, "norm": norm, "rows": rows}
 
 
-# Equal byte-forwards (1,024 windows), but for the last, which shows the law of 1/n.
+# Equal byte-forwards (256 windows), but for the last, which shows the law of 1/n.
 _MEASURED = [
-    ("dense", 64, 16, False),
-    ("dense", 256, 4, False),
-    ("dense", 64, 16, True),
-    ("dense", 256, 4, True),
-    ("dense", 1024, 1, True),
-    ("rank_one", 1024, 1, True),
-    ("flipout", 1024, 1, True),
+    ("dense", 16, 16, False),
+    ("dense", 64, 4, False),
+    ("dense", 16, 16, True),
+    ("dense", 64, 4, True),
+    ("dense", 256, 1, True),
     ("rank_one", 256, 1, True),
+    ("flipout", 256, 1, True),
+    ("rank_one", 64, 1, True),
 ]
 
 
 _FIELDS = ("n_pert", "sequences", "window", "own_batch", "probe", "learning_rate", "eps",
-           "decay_to", "head_sequences", "head_rate", "updates")  # fmt: skip
+           "decay_to", "head_sequences", "head_rate", "whitening", "updates")  # fmt: skip
 
 
 def _write(directory: Path, result: dict[str, Any]) -> None:
@@ -353,8 +380,8 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-_HEADER = ["", "n_pert", "B", "T", "windows", "probe", "rate", "eps", "updates", "seconds",
-           "test nats/byte", "95% over seeds"]  # fmt: skip
+_HEADER = ["", "n_pert", "B", "T", "windows", "probe", "rate", "eps", "rate of E", "whitening",
+           "updates", "seconds", "test nats/byte", "95% over seeds"]  # fmt: skip
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -366,6 +393,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
         stage["probe"],
         f"{stage['learning_rate']:g}" + (" cos" if stage["decay_to"] < 1 else ""),
         f"{stage['eps']:g}",
+        f"x {stage['head_rate']:g}" if stage["head_sequences"] else "frozen",
+        f"{stage['whitening']:g}" if stage["whitening"] else "",
         str(stage["updates"]),
         f"{row['seconds']:.0f}",
         f"{row['mean']:.3f}",
@@ -398,5 +427,12 @@ def _curves(result: dict[str, Any]) -> Any:
             axes.set_ylabel("test nats/byte")
             axes.set_title(f"One expert {STARTS[start]} (band: all random seeds)")
             axes.xaxis.set_major_formatter(figures.engineering())
-    figures.legend(figure, panels[0])
+    entries = {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        entries.values(), entries.keys(), loc="outside lower center", ncols=3, frameon=False
+    )
     return figure

@@ -1,7 +1,6 @@
 """launch/experiment.py --experiment=allocation as a person runs it, at a toy's size."""
 
 import csv
-import dataclasses
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import pytest
 
@@ -89,7 +89,7 @@ def finished(tmp_path_factory):
 def test_it_writes_a_table_a_figure_and_a_result(finished):
     found = result(finished)
     assert [(r["start"], r["name"]) for r in found["rows"]] == [
-        ("scratch", "shared"), ("scratch", "own"), ("seed", "own")
+        ("scratch", "own"), ("scratch", "shared"), ("seed", "own")
     ]  # fmt: skip
     assert found["command"].startswith("python launch/experiment.py --experiment=allocation")
     for row in found["rows"]:
@@ -103,7 +103,7 @@ def test_it_writes_a_table_a_figure_and_a_result(finished):
             p["byte_forwards"] for p in row["curve"]
         )
         assert len(row["curve"]) >= 6
-    scratch, from_seed = found["rows"][1], found["rows"][2]
+    scratch, _, from_seed = found["rows"]
     # The seed's row starts from what `own` has reached, not from a drawn expert.
     assert from_seed["curve"][0]["test"][0] < scratch["curve"][0]["test"][0]
     with (finished / "run" / "table.csv").open() as file:
@@ -115,13 +115,15 @@ def test_it_writes_a_table_a_figure_and_a_result(finished):
     assert (finished / "run" / "allocation.png").stat().st_size > 10_000
 
 
-def test_killed_it_goes_on_to_the_same_losses(finished, tmp_path):
-    process = start(tmp_path)
-    reached = tmp_path / "run" / "runs" / "scratch-own" / "settings.json"
-    while not reached.exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+def test_stopped_and_killed_it_goes_on_to_the_same_losses(finished, tmp_path):
+    looked = tmp_path / "run" / "runs" / "scratch-own" / "curve"
+    for signum, looks, status in ((signal.SIGTERM, 2, 128 + 15), (signal.SIGKILL, 5, -9)):
+        process = start(tmp_path)
+        while process.poll() is None and len(list(looked.glob("0*"))) < looks:
+            time.sleep(0.002)
+        process.send_signal(signum)
+        output, _ = process.communicate()
+        assert process.returncode == status, output
     code, output = run(tmp_path)
     assert code == 0, output
     ours, theirs = without_times(result(tmp_path)), without_times(result(finished))
@@ -137,12 +139,38 @@ def test_a_row_with_other_settings_is_refused(finished):
     assert "Traceback" not in output
 
 
+def test_rows_from_another_seed_are_refused(finished):
+    code, output = run(finished, "--config.seed_row=shared")
+    assert code == 2
+    assert "seed-own was trained with other settings" in output
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({"a b": {}, "a-b": {}}, "needs a name of letters or digits of its own"),
+        ({"?": {}}, "needs a name of letters or digits of its own"),
+        ({"row": {"updates": 3}}, "updates follows from config.byte_forwards"),
+        ({"row": 3}, "must be fields of a Stage"),
+        ({"row": {"nope": 3}}, "nope is not a field"),
+        ({}, "config.scratch has no rows"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused(rows, words):
+    config = committed()
+    config.scratch = ml_collections.ConfigDict(rows)
+    with pytest.raises(SomaError, match=words):
+        allocation.resolve(config)
+
+
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
         ("--config.byte_forwards=10.0", "less than one update"),
+        ("--config.byte_forwards=inf", "config.byte_forwards must be a finite number"),
+        ("--config.base.whitening=1e-4", "whitening"),
         ("--config.seed_row=nothing", "config.seed_row='nothing' is not a row"),
-        ("--config.base.eps=-1.0", "eps must be above 0"),
+        ("--config.base.b1=2.0", "b1 must be below 1"),
         ("--config.data.train=/no/such", "/no/such"),
         ("--config.random_seeds=(1,1)", "twice"),
         ("--experiment=nothing", "nothing"),
@@ -182,20 +210,31 @@ def test_predicted_variance_is_that_of_a_toy_whose_gradients_are_known(own, sequ
     assert abs(errors.mean() - expected) < 5 * errors.std() / np.sqrt(repeats)
 
 
-def test_every_setting_of_the_committed_config_is_good():
+def committed() -> ml_collections.ConfigDict:
     sys.path.insert(0, str(ROOT))
     from configs.experiments.allocation import get_config
 
-    settings = allocation.resolve(get_config())
+    config = get_config()
+    config.unlock()
+    return config
+
+
+def test_every_setting_of_the_committed_config_is_good():
+    settings = allocation.resolve(committed())
     rows = settings.rows["scratch"]
     paper = rows["paper (64, 64, 1024)"]
     assert (paper.n_pert, paper.sequences, paper.window, paper.own_batch) == (64, 64, 1024, False)
-    assert {r.updates * r.byte_forwards_per_update for r in rows.values()} <= {
-        n for r in rows.values() for n in [r.updates * r.byte_forwards_per_update] if n <= 26e6
-    }
-    wrong = get_config()
-    wrong.unlock()
+    assert (paper.probe, paper.updates) == ("sparse", 3)
+    for stage in (*rows.values(), *settings.rows["seed"].values()):
+        spent = stage.updates * stage.byte_forwards_per_update
+        assert 26e6 - stage.byte_forwards_per_update < spent <= 26e6
+    wrong = committed()
     wrong.scratch["own windows"].probe = "cauchy"
     with pytest.raises(SomaError, match=r"config\.scratch\['own windows'\]\.probe"):
         allocation.resolve(wrong)
-    assert dataclasses.asdict(paper)["probe"] == "sparse"
+
+
+def test_the_page_shows_the_committed_result():
+    docs = ROOT / "docs"
+    found = json.loads((docs / "allocation" / "result.json").read_text())
+    assert allocation.markdown(found) in (docs / "allocation.md").read_text()

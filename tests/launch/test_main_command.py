@@ -27,6 +27,7 @@ SMALL = [
     "--config.model.embedding=8",
     "--config.seed.n_pert=8",
     "--config.seed.head_sequences=8",
+    "--config.expert.head_sequences=8",
     "--config.expert.n_pert=8",
     "--config.expert.sequences=8",  # 1,920 windows of about 1,100 chunks: more than an epoch
 ]
@@ -86,7 +87,7 @@ def test_the_run_ends_with_a_table_a_report_and_a_summary(undisturbed):
     assert "\r" not in output  # not on a terminal: plain lines, no bar
     summary = json.loads((workdir / "report" / "summary.json").read_text())
     assert summary["test"]["ensemble"] < summary["test"]["seed"] < np.log(256)
-    assert summary["byte_forwards"] == 30 * 64 * (2 * 8 * 2 + 8) + 3 * 30 * 64 * 2 * 8 * 8
+    assert summary["byte_forwards"] == 30 * 64 * (2 * 8 * 2 + 8) + 3 * 30 * 64 * (2 * 8 * 8 + 8)
     assert summary["seconds"] > 0 < summary["peak_rss_bytes"]
     assert len(summary["experts"]) == 3
     assert (workdir / "report" / "loss.png").stat().st_size > 10_000
