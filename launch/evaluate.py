@@ -86,7 +86,7 @@ def _test_windows(
     """The run's test text by the test protocol, as one group."""
     test = store.open_store(workdir.store("test"))
     screened = read_json(workdir.screened) if workdir.screened.exists() else []
-    drawn = summary.drawn_windows(test, config, screened)
+    drawn = summary.drawn_windows(test, config.evaluation, screened)
     left_out["not drawn"] = test.n_documents - len(drawn)
     yield drawn
 

@@ -7,6 +7,7 @@ overridden, as in `--config.byte_forwards=2e6`.
 
 import importlib
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -22,8 +23,8 @@ CONFIGS = Path(__file__).parent.parent / "configs" / "experiments"
 def _config_of(argv: list[str]) -> str:
     """The config file of the experiment that a command line names: flags are defined before they
     are parsed, and a config's default must be known then."""
-    named = [match[1] for word in argv if (match := re.fullmatch(r"--?experiment=(\w+)", word))]
-    return str(CONFIGS / f"{(named or list(experiments.NAMES))[-1]}.py")
+    named = re.findall(r" --?experiment[= ](\w+)", " ".join(argv))
+    return str(CONFIGS / f"{(named or experiments.NAMES)[-1]}.py")
 
 
 _EXPERIMENT = flags.DEFINE_enum("experiment", None, experiments.NAMES, "which", required=True)
@@ -39,10 +40,10 @@ def main() -> None:
     name = _EXPERIMENT.value
     experiment = importlib.import_module(f"soma_jax.experiments.{name}")
     settings = experiment.resolve(_CONFIG.value)
-    path = Path(_WORKDIR.value or f"runs/experiments/{name}")
+    path = cli.workdir(_WORKDIR.value, f"runs/experiments/{name}")
     # As anybody would run it: where it was kept here is no part of it.
-    words = [word for word in sys.argv[1:] if not word.lstrip("-").startswith("workdir")]
-    command = " ".join(["python", "launch/experiment.py", *words])
+    line = shlex.join(["python", "launch/experiment.py", *sys.argv[1:]])
+    command = re.sub(r" --?workdir[= ]('[^']*'|\S+)", "", line)
     workdir = Workdir(path)
     with workdir.lock():
         experiment.run(settings, workdir.path, command)

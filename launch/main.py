@@ -10,7 +10,6 @@ from absl import flags
 from ml_collections import config_flags
 
 from soma_jax import cli, config
-from soma_jax.errors import SomaError
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", str(Path(__file__).parent.parent / "configs" / "soma_n4.py"), "the run's settings"
@@ -27,10 +26,7 @@ def main() -> None:
     from soma_jax.workdir import Workdir
 
     file = config_flags.get_config_filename(flags.FLAGS["config"])
-    path = _WORKDIR.value if _WORKDIR.value is not None else f"runs/{Path(file).stem}"
-    if not path:
-        raise SomaError("--workdir is empty; name a directory")
-    recipe.run(resolved, Workdir(Path(path)))
+    recipe.run(resolved, Workdir(cli.workdir(_WORKDIR.value, f"runs/{Path(file).stem}")))
 
 
 if __name__ == "__main__":

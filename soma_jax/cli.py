@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from absl import app, flags, logging
 
@@ -57,6 +58,17 @@ def _checked(main: Callable[[], None], argv: Sequence[str]) -> None:
         sys.exit(128 + stop.signum)
     except KeyboardInterrupt:  # in a command that has nothing to save
         sys.exit(128 + signal.SIGINT)
+
+
+def workdir(given: str | None, default: str) -> Path:
+    """The path that --workdir gives, or the command's own.
+
+    Raises:
+      SomaError: an empty one, which is no directory's name.
+    """
+    if given == "":
+        raise SomaError("--workdir is empty; name a directory")
+    return Path(default if given is None else given)
 
 
 def use_host_devices(count: int) -> None:

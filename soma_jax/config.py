@@ -23,7 +23,7 @@ from soma_jax.errors import SomaError
 from soma_jax.model import ExpertConfig
 
 
-def _field(default: Any, **limits: float) -> Any:
+def field(default: Any, **limits: float) -> Any:
     """A field with limits by name: at_least, above, below, at_most."""
     return dataclasses.field(default=default, metadata=limits)
 
@@ -32,9 +32,9 @@ def _field(default: Any, **limits: float) -> Any:
 class Model:
     """The expert's shape (paper, section 1)."""
 
-    width: int = _field(32, at_least=1)  # d
-    blocks: int = _field(2, at_least=1)  # D
-    embedding: int = _field(32, at_least=1)  # d_E, columns of the byte matrix E
+    width: int = field(32, at_least=1)  # d
+    blocks: int = field(2, at_least=1)  # D
+    embedding: int = field(32, at_least=1)  # d_E, columns of the byte matrix E
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,44 +45,44 @@ class Data:
     valid: str = "embedded:valid"  # tracks the ensemble while it trains; never trained on
     test: str = "embedded:test"
     text_field: str = "text"  # field or column of .jsonl and .parquet files
-    chunk_bytes: int = _field(1024, at_least=1)  # the unit of clustering
+    chunk_bytes: int = field(1024, at_least=1)  # the unit of clustering
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """Text features and balanced spherical k-means (paper, section 3)."""
 
-    sample_chunks: int = _field(400_000, at_least=1)  # the router is fitted on as many chunks
-    max_features: int = _field(50_000, at_least=1)  # TF-IDF vocabulary
-    min_df: int = _field(5, at_least=1)  # a term must occur in this many sampled chunks
-    components: int = _field(128, at_least=1)  # of the truncated SVD
-    validation_share: float = _field(0.01, above=0, below=1)  # of a shard, for the plateau rule
+    sample_chunks: int = field(400_000, at_least=1)  # the router is fitted on as many chunks
+    max_features: int = field(50_000, at_least=1)  # TF-IDF vocabulary
+    min_df: int = field(5, at_least=1)  # a term must occur in this many sampled chunks
+    components: int = field(128, at_least=1)  # of the truncated SVD
+    validation_share: float = field(0.01, above=0, below=1)  # of a shard, for the plateau rule
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """How an expert is trained; the seed and the experts each have one."""
 
-    updates: int = _field(1000, at_least=0)  # optimizer steps
-    n_pert: int = _field(64, at_least=1)  # directions an update
+    updates: int = field(1000, at_least=0)  # optimizer steps
+    n_pert: int = field(64, at_least=1)  # directions an update
     probe: str = "sparse"  # law of a direction: a name in soma_jax.probes.LAWS
-    sequences: int = _field(64, at_least=1)  # B: windows a direction sees
+    sequences: int = field(64, at_least=1)  # B: windows a direction sees
     own_batch: bool = False  # each direction sees B windows of its own; the paper's share them
-    window: int = _field(1024, at_least=1)  # T: predicted bytes a window
-    head_sequences: int = _field(0, at_least=0)  # windows of E's delta rule; 0 freezes E
-    whitening: float = _field(0.0, at_least=0)  # damping, relative to the mean; 0: no whitening
-    learning_rate: float = _field(1e-3, at_least=0)  # 0 leaves the parameters as they are
-    head_rate: float = _field(1.0, at_least=0)  # E's learning rate as a multiple of the body's
-    eps: float = _field(1e-3, above=0)  # probe radius
-    decay_to: float = _field(1.0, above=0, at_most=1)  # cosine: what is left of both at the end
-    floor: float = _field(1e-5, at_least=0)  # neither the rate nor eps is decayed below this
-    patience: int = _field(1000, at_least=1)  # updates without improvement before both are halved
-    weight_decay: float = _field(1e-4, at_least=0)  # coupled: added to the estimate
-    b1: float = _field(0.9, at_least=0, below=1)  # Adam
-    b2: float = _field(0.999, at_least=0, below=1)
-    adam_eps: float = _field(1e-8, above=0)
-    validate_every: int = _field(50, at_least=1)  # updates between looks at the expert's validation
-    validation_windows: int = _field(64, at_least=1)  # at most, from the shard's validation part
+    window: int = field(1024, at_least=1)  # T: predicted bytes a window
+    head_sequences: int = field(0, at_least=0)  # windows of E's delta rule; 0 freezes E
+    whitening: float = field(0.0, at_least=0)  # damping, relative to the mean; 0: no whitening
+    learning_rate: float = field(1e-3, at_least=0)  # 0 leaves the parameters as they are
+    head_rate: float = field(1.0, at_least=0)  # E's learning rate as a multiple of the body's
+    eps: float = field(1e-3, above=0)  # probe radius
+    decay_to: float = field(1.0, above=0, at_most=1)  # cosine: what is left of both at the end
+    floor: float = field(1e-5, at_least=0)  # neither the rate nor eps is decayed below this
+    patience: int = field(1000, at_least=1)  # updates without improvement before both are halved
+    weight_decay: float = field(1e-4, at_least=0)  # coupled: added to the estimate
+    b1: float = field(0.9, at_least=0, below=1)  # Adam
+    b2: float = field(0.999, at_least=0, below=1)
+    adam_eps: float = field(1e-8, above=0)
+    validate_every: int = field(50, at_least=1)  # updates between looks at the expert's validation
+    validation_windows: int = field(64, at_least=1)  # at most, from the shard's validation part
 
     @property
     def windows_per_update(self) -> int:
@@ -99,20 +99,20 @@ class Stage:
 class Evaluation:
     """The scoring protocol (paper, section 4)."""
 
-    documents: int = _field(4096, at_least=1)  # test documents, one window each
-    seed: int = _field(0, at_least=0, below=2**32)  # of the draw of windows; the same for all runs
+    documents: int = field(4096, at_least=1)  # test documents, one window each
+    seed: int = field(0, at_least=0, below=2**32)  # of the draw of windows; the same for all runs
     wikitext: bool = True  # also score the WikiText-103 test text
-    bootstrap: int = _field(10_000, at_least=1)  # draws for the 95% intervals
+    bootstrap: int = field(10_000, at_least=1)  # draws for the 95% intervals
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """How a run is carried out; may differ when it is resumed."""
 
-    host_devices: int = _field(0, at_least=0)  # CPU devices; 0: one for each core
-    chunk: int = _field(0, at_least=0)  # directions evaluated at once; 0: what suits the device
-    log_every: int = _field(10, at_least=1)  # updates between metric lines
-    checkpoint_seconds: float = _field(60.0, above=0)  # between checkpoints
+    host_devices: int = field(0, at_least=0)  # CPU devices; 0: one for each core
+    chunk: int = field(0, at_least=0)  # directions evaluated at once; 0: what suits the device
+    log_every: int = field(10, at_least=1)  # updates between metric lines
+    checkpoint_seconds: float = field(60.0, above=0)  # between checkpoints
     tensorboard: bool = False  # also write TensorBoard event files (extra "tensorboard")
 
 
@@ -120,9 +120,9 @@ class Run:
 class Config:
     """Everything a run depends on."""
 
-    random_seed: int = _field(0, at_least=0, below=2**32)
-    experts: int = _field(4, at_least=1)  # N
-    active: int = _field(4, at_least=1)  # k experts score a window; at most N
+    random_seed: int = field(0, at_least=0, below=2**32)
+    experts: int = field(4, at_least=1)  # N
+    active: int = field(4, at_least=1)  # k experts score a window; at most N
     model: Model = Model()
     data: Data = Data()
     cluster: Cluster = Cluster()
@@ -147,7 +147,7 @@ def resolve(config: ml_collections.ConfigDict) -> Config:
     Raises:
       SomaError: naming the field, its value and what it may be.
     """
-    resolved = _build(Config, config.to_dict(), "config")
+    resolved = build(Config, config.to_dict(), "config")
     for name in ("seed", "expert"):
         _check_stage(f"config.{name}", getattr(resolved, name))
     if resolved.run.tensorboard and not importlib.util.find_spec("tensorboardX"):
@@ -157,17 +157,14 @@ def resolve(config: ml_collections.ConfigDict) -> Config:
 
 def stage(values: dict[str, Any], path: str) -> Stage:
     """A checked Stage from its fields; `path` names it in errors."""
-    result = _build(Stage, values, path)
+    result = build(Stage, values, path)
     _check_stage(path, result)
     return result
 
 
-def data(values: dict[str, Any], path: str) -> Data:
-    """A checked Data from its fields; `path` names it in errors."""
-    return _build(Data, values, path)
-
-
-def _build(cls: type, values: dict[str, Any], path: str) -> Any:
+def build(cls: type, values: dict[str, Any], path: str) -> Any:
+    """A dataclass of settings from its fields, each checked against its type and limits; `path`
+    names it in errors."""
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     if unknown := sorted(set(values) - set(fields)):
@@ -180,7 +177,7 @@ def _build(cls: type, values: dict[str, Any], path: str) -> Any:
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, dict):
                 raise SomaError(f"{where} is a group of fields, not {value!r}")
-            arguments[name] = _build(typing.cast(type, hints[name]), value, where)
+            arguments[name] = build(typing.cast(type, hints[name]), value, where)
         else:
             arguments[name] = _check_value(where, value, hints[name], field.metadata)
     return cls(**arguments)

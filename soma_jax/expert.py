@@ -121,7 +121,7 @@ def update(
         unperturbed["gradient"], _, inputs = delta_rule(params, batch.head)
         if stage.whitening:
             unperturbed["second_moments"] = whitening.second_moments(inputs)
-    if axis_name is not None:
+    if axis_name is not None and unperturbed:
         # One collective, and before the estimator's: XLA's CPU backend starts independent ones at
         # once, and its threads then wait for each other forever.
         flat, unravel = ravel_pytree(unperturbed)
@@ -129,7 +129,7 @@ def update(
         body, unperturbed = jax.lax.optimization_barrier((body, unperturbed))
     factors = None
     if stage.whitening:
-        factors = whitening.factors(unperturbed["second_moments"], body, stage.whitening)
+        factors = whitening.factors(unperturbed["second_moments"], stage.whitening)
     step, body_optimizer = optimizers.body(
         stage, factors=factors, chunk=chunk, axis_name=axis_name
     ).update(

@@ -54,10 +54,14 @@ def scale_by_leaf_adam(b1: float, b2: float, eps: float) -> optax.GradientTransf
     ) -> tuple[optax.Updates, LeafAdamState]:
         del params
         step = state.step + 1
-        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
-        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * jnp.square(g).mean(), state.nu, updates)
-        first, second = 1 - b1**step, 1 - b2**step
-        scaled = jax.tree.map(lambda m, v: m / first / (jnp.sqrt(v / second) + eps), mu, nu)
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        squares = jax.tree.map(lambda g: jnp.square(g).mean(), updates)
+        nu = optax.tree.update_moment(squares, state.nu, b2, 1)
+        scaled = jax.tree.map(
+            lambda m, v: m / (jnp.sqrt(v) + eps),
+            optax.tree.bias_correction(mu, b1, step),
+            optax.tree.bias_correction(nu, b2, step),
+        )
         return scaled, LeafAdamState(step, mu, nu)
 
     return optax.GradientTransformation(init, update)

@@ -100,7 +100,7 @@ def _per_leaf(draw: Callable[[jax.Array, jax.Array | int, jax.Array], Any]) -> P
     return law
 
 
-def _dense_law(draw: Callable[[jax.Array, jax.Array], Any]) -> ProbeLaw:
+def _independent(draw: Callable[[jax.Array, jax.Array], Any]) -> ProbeLaw:
     """A law whose directions have nothing in common."""
     law = _per_leaf(lambda key, _, x: draw(key, x))
     return lambda key, j, params: law(jax.random.fold_in(key, j), 0, params)
@@ -148,18 +148,18 @@ def _flipout(key: jax.Array, j: jax.Array | int, x: jax.Array) -> Any:
     return Flipout(_signs(jax.random.fold_in(key, 2**32 - 1), x), of_direction)
 
 
-dense_rademacher = _dense_law(_signs)
+dense_rademacher = _independent(_signs)
 dense_rademacher.__doc__ = """Every coordinate is +-1 with equal probability (paper, section 6)."""
 
-sparse_rademacher = _dense_law(_sparse)
+sparse_rademacher = _independent(_sparse)
 sparse_rademacher.__doc__ = """The paper's training probe (section 2): a matrix's coordinate is 0
 with probability 1/2, else +-1; vectors (LayerNorm gains) are always +-1. E[z z^T] is diag(q) with
 q = 1/2 or 1, and the estimate is not rescaled by it."""
 
-gaussian = _dense_law(lambda key, x: jax.random.normal(key, x.shape, x.dtype))
+gaussian = _independent(lambda key, x: jax.random.normal(key, x.shape, x.dtype))
 gaussian.__doc__ = """Every coordinate is N(0, 1): MeZO's and evolution strategies' probe."""
 
-rank_one_rademacher = _dense_law(_rank_one)
+rank_one_rademacher = _independent(_rank_one)
 rank_one_rademacher.__doc__ = """A matrix's z is column row^T with independent signs: m + n random
 bits in place of m n, and E[z z^T] = I and |z|^2 = m n as for dense signs."""
 

@@ -11,7 +11,7 @@ import io
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 
 from soma_jax import evaluate, expert, model, randomness, report, summary, training
 from soma_jax.checkpoint import Checkpoints
-from soma_jax.config import Config, Stage
+from soma_jax.config import Config, Data, Stage
 from soma_jax.data import store, windows
 from soma_jax.errors import SomaError
 from soma_jax.files import naming_the_disk, read_json, write_bytes, write_json, write_text
@@ -70,7 +70,7 @@ def run(config: Config, workdir: Workdir) -> dict[str, Any]:
                 experts, validation = _train_experts(this, seed, router, assignment)
             with _timed(workdir, "evaluate"), activity("evaluate: scoring the test texts"):
                 trained = summary.Trained(config, seed, experts, router, assignment, validation)
-                test = summary.drawn_windows(this.test, config, this.screened)
+                test = summary.drawn_windows(this.test, config.evaluation, this.screened)
                 scores = summary.scores(trained, this.train, test, this.screened)
             write_json(workdir.summary, scores | summary.compute(config, read_json(workdir.stages)))
         report.show(workdir)
@@ -106,31 +106,33 @@ def _open_corpora(config: Config, workdir: Workdir) -> dict[str, store.Store]:
         spec, directory = getattr(config.data, split), workdir.store(split)
         if directory.exists() and not workdir.config.exists():
             shutil.rmtree(directory)  # of a command that was stopped or refused, perhaps of others
-        if directory.exists():
-            opened = store.open_store(directory)
-            store.check_sources(opened, spec)
-        else:
-            with naming_the_disk(directory):
-                directory.parent.mkdir(exist_ok=True)
-            with activity(f"reading {spec}") as show:
-                opened = _build(config, spec, directory, show)
-        result[split] = opened
+        result[split] = open_corpus(config.data, spec, directory)
     if not workdir.config.exists():
         _check_corpora(config, workdir, **result)
     return result
 
 
-def _build(config: Config, spec: str, directory: Path, show: Callable[[str], None]) -> store.Store:
-    read = 0
+def open_corpus(data: Data, spec: str, directory: Path) -> store.Store:
+    """The chunk store of a corpus: built where it is not there yet, else checked against it.
 
-    def progress(size: int) -> None:
-        nonlocal read
-        read += size
-        show(f"reading {spec}: {read / 1e6:,.0f} MB")
+    Raises:
+      SomaError: a corpus that cannot be read, or that has changed since.
+    """
+    if directory.exists():
+        opened = store.open_store(directory)
+        store.check_sources(opened, spec)
+        return opened
+    with naming_the_disk(directory):
+        directory.parent.mkdir(exist_ok=True)
+    with activity(f"reading {spec}") as show:
+        read = 0
 
-    return store.build_store(
-        spec, directory, config.data.text_field, config.data.chunk_bytes, progress
-    )
+        def progress(size: int) -> None:
+            nonlocal read
+            read += size
+            show(f"reading {spec}: {read / 1e6:,.0f} MB")
+
+        return store.build_store(spec, directory, data.text_field, data.chunk_bytes, progress)
 
 
 def _check_corpora(
@@ -154,7 +156,7 @@ def _check_corpora(
     write_json(workdir.screened, screened)
     for name, some, left_out in (("valid", valid, []), ("test", test, screened)):
         try:
-            summary.drawn_windows(some, config, left_out)
+            summary.drawn_windows(some, config.evaluation, left_out)
         except SomaError as error:
             raise SomaError(f"config.data.{name}={getattr(config.data, name)}: {error}") from error
 
@@ -252,7 +254,7 @@ def _train(
     router: Router | None,
 ) -> list[expert.ExpertState]:
     """Trains a stage, and follows the validation loss of the (routed) ensemble in curve.jsonl."""
-    scored = summary.drawn_windows(this.valid, this.config)
+    scored = summary.drawn_windows(this.valid, this.config.evaluation)
     path = this.workdir.curve
 
     def observe(update: int, experts: list[model.Params]) -> None:

@@ -1,6 +1,6 @@
 """Intervals over documents for nats/byte and its differences (paper, section 4)."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,9 @@ BLOCK = 1 << 22  # documents drawn at once: bounds the memory to about 100 MiB
 class Interval(NamedTuple):
     """A mean and its 95% interval; each has the trailing shape of the sums (a scalar if none)."""
 
-    mean: Any
-    low: Any
-    high: Any
+    mean: npt.NDArray[np.float64]
+    low: npt.NDArray[np.float64]
+    high: npt.NDArray[np.float64]
 
 
 def paired_bootstrap(
@@ -73,8 +73,8 @@ def paired_bootstrap(
 def t_interval(values: npt.ArrayLike) -> Interval:
     """The mean of independent runs [n] with Student's 95% interval; of one run, the run alone."""
     values = np.asarray(values, np.float64)
-    mean = float(values.mean())
+    mean = np.asarray(values.mean())
     if len(values) < 2:
         return Interval(mean, mean, mean)
-    half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-    return Interval(mean, float(mean - half), float(mean + half))
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return Interval(mean, mean - half, mean + half)

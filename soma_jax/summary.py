@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from soma_jax import baselines, evaluate, model
-from soma_jax.config import Config
+from soma_jax.config import Config, Evaluation
 from soma_jax.data import corpus, windows
 from soma_jax.data.store import Store
 from soma_jax.routing.router import Router
@@ -58,16 +58,16 @@ def scores(
     return result
 
 
-def drawn_windows(some: Store, config: Config, screened: Sequence[int] = ()) -> windows.Windows:
+def drawn_windows(
+    some: Store, evaluation: Evaluation, screened: Sequence[int] = ()
+) -> windows.Windows:
     """One window in each of up to `evaluation.documents` documents (paper, section 4).
 
     Documents of the numbers in `screened` are left out.
     """
     left_out = set(screened)
     documents = [d for i, d in enumerate(some.documents()) if i not in left_out]
-    return windows.one_per_document(
-        documents, count=config.evaluation.documents, seed=config.evaluation.seed
-    )
+    return windows.one_per_document(documents, count=evaluation.documents, seed=evaluation.seed)
 
 
 def _text(trained: Trained, trigram: baselines.NGram, scored: windows.Windows) -> dict[str, Any]:

@@ -39,16 +39,17 @@ def second_moments(inputs: Any) -> Any:
     return jax.tree.map(of_matrix, inputs)
 
 
-def factors(second_moments: Any, body: Any, damping: float) -> Any:
+def factors(second_moments: Any, damping: float) -> Any:
     """S of every matrix of the body, [rows, rows], upper triangular; a scalar 1 for a vector.
 
     Args:
-      second_moments: of the inputs of each matrix.
-      body: the parameters.
+      second_moments: of the inputs of each matrix; None for a vector.
       damping: what is added to the eigenvalues of C / c, whose mean is 1.
     """
 
-    def of_matrix(second: jax.Array) -> jax.Array:
+    def of_leaf(second: jax.Array | None) -> jax.Array:
+        if second is None:
+            return jnp.ones(())
         rows = second.shape[0]
         identity = jnp.eye(rows, dtype=second.dtype)
         mean = jnp.maximum(jnp.trace(second) / rows, jnp.finfo(second.dtype).tiny)
@@ -56,9 +57,7 @@ def factors(second_moments: Any, body: Any, damping: float) -> Any:
         factor = solve_triangular(lower, identity, lower=True).T
         return factor * jnp.sqrt(rows / jnp.square(factor).sum())
 
-    return jax.tree.map(
-        lambda p, x: jnp.ones((), p.dtype) if x is None else of_matrix(x), body, second_moments
-    )
+    return jax.tree.map(of_leaf, second_moments, is_leaf=lambda x: x is None)
 
 
 def whitened(law: ProbeLaw, factors: Any) -> ProbeLaw:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -151,6 +152,34 @@ def test_estimates_the_gradient_of_an_expert():
     assert (scores**2).mean() == pytest.approx(1, abs=5 * math.sqrt(2 / scores.size))
     cosine = flat(g) @ (q * gradient) / np.linalg.norm(flat(g)) / np.linalg.norm(q * gradient)
     assert cosine > 0.9
+
+
+@LAWS
+def test_relative_variance_on_an_expert_is_the_papers(name):
+    """On a model, against its exact gradient by reverse mode; eps is small beside its curvature."""
+    params = model.init(jax.random.key(0), model.ExpertConfig(width=4, blocks=1, embedding=4))
+    windows = np.random.default_rng(0).integers(256, size=(2, 5), dtype=np.uint8)
+    body, n, repeats = params["body"], 4, 1000
+
+    def value_fn(body, windows):
+        return model.sequence_losses({"head": params["head"], "body": body}, windows)
+
+    gradient = flat(jax.jit(jax.grad(lambda body: value_fn(body, windows).mean()))(body))
+    q = flat(jax.tree.map(lambda x: np.full(x.shape, 0.5 if x.ndim == 2 else 1.0), body))
+    if name != "sparse":
+        q = np.ones_like(q)
+    run = lambda key: estimate(  # noqa: E731
+        value_fn, body, key, windows, n_pert=n, eps=3e-3, law=name, chunk=n
+    )[0]
+    keys = jax.random.split(jax.random.key(1), repeats)
+    estimates = jax.vmap(lambda tree: ravel_pytree(tree)[0])(jax.jit(jax.vmap(run))(keys))
+    norm = (gradient**2).sum()
+    errors = ((np.asarray(estimates, np.float64) - q * gradient) ** 2).sum(1) / norm
+    expected = (q * (1 + q.sum() - 2 * q) * gradient**2).sum() / (n * norm)
+    if name == "gaussian":
+        expected = (q.size + 1) / n
+    assert abs(errors.mean() - expected) < 5 * errors.std() / math.sqrt(repeats)
+    assert errors.std() / math.sqrt(repeats) < expected / 20
 
 
 @pytest.mark.parametrize("own_batch", [False, True])

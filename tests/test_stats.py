@@ -66,3 +66,10 @@ def test_interval_has_the_trailing_shape_and_is_a_function_of_the_seed():
 def test_bad_input_is_refused(sums, counts, draws, message):
     with pytest.raises(SomaError, match=message):
         paired_bootstrap(sums, counts, draws=draws)
+
+
+def test_t_interval_is_students():
+    """2.484138 is 4.302653, the table's t of two degrees of freedom, over sqrt(3)."""
+    interval = stats.t_interval([1.0, 2.0, 3.0])
+    np.testing.assert_allclose(interval, [2, 2 - 2.484138, 2 + 2.484138], rtol=1e-6)
+    assert stats.t_interval([7.0]) == (7, 7, 7)

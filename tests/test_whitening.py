@@ -16,9 +16,7 @@ def an_expert():
 
 
 def factors_of(params, ids, damping=DAMPING):
-    return whitening.factors(
-        whitening.second_moments(model.forward(params, ids)[2]), params["body"], damping
-    )
+    return whitening.factors(whitening.second_moments(model.forward(params, ids)[2]), damping)
 
 
 def test_a_factor_is_a_root_of_the_inverse_of_the_damped_second_moment():

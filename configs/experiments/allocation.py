@@ -20,12 +20,19 @@ def get_config():
     high = {"learning_rate": 1e-2, "eps": 5e-3}
     own = high | {"own_batch": True, "decay_to": 0.05, "head_sequences": 32}
     one_each = own | {"n_pert": 256, "sequences": 1, "head_rate": 5.0}
+    warm = one_each | {"probe": "rank_one", "head_rate": 0.2}
     scratch = {
         "paper (64, 64, 1024)": paper | {"sequences": 64, "window": 1024, "head_sequences": 64},
         "paper (64, 16, 128)": paper | {"sequences": 16, "head_sequences": 16},
         "shared, high rate": high | {"sequences": 4, "head_sequences": 4, "decay_to": 0.05},
         "own windows": own | {"sequences": 4, "head_rate": 5.0},
         "rank one, a window each": one_each | {"probe": "rank_one"},
+    }
+    seed = {
+        "paper (64, 16, 128)": scratch["paper (64, 16, 128)"],
+        "rank one, a window each": warm | {"learning_rate": 3e-3},
+        "rank one, the rate of the whitened": warm,
+        "rank one, whitened": warm | {"whitening": 0.01},
     }
     return ml_collections.ConfigDict(
         {
@@ -34,8 +41,9 @@ def get_config():
             "data": dataclasses.asdict(Data()),
             "base": dataclasses.asdict(Stage(n_pert=64, window=128, validate_every=1000)),
             "scratch": scratch,
-            "seed": {},  # rows that start from what seed_row has reached
+            "seed": seed,
             "seed_row": "rank one, a window each",
             "variance_windows": 2048,  # the exact gradient is of as many windows
+            "variance_repeats": 64,  # estimates that a measured variance is the mean of
         }
     )

@@ -28,10 +28,11 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
-from soma_jax import config, evaluate, model, probes, randomness, training
-from soma_jax.config import Data, Run, Stage
-from soma_jax.data import store, windows
+from soma_jax import evaluate, model, probes, randomness, recipe, summary, training
+from soma_jax.config import Data, Evaluation, Run, Stage, build, field, stage
+from soma_jax.data import pipeline, store, windows
 from soma_jax.errors import SomaError
 from soma_jax.files import read_json, write_json, write_text
 from soma_jax.interrupt import Interruptions
@@ -41,45 +42,47 @@ from soma_jax.spsa import spsa
 from soma_jax.stats import t_interval
 
 _OBSERVATIONS = 12  # looks at the test loss in a run, for the figure
-_REPEATS = 4  # estimates that a measured variance is the mean of
 STARTS = {"scratch": "from scratch", "seed": "from the seed"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """What configs/experiments/allocation.py says."""
+class Given:
+    """The fields of configs/experiments/allocation.py."""
 
-    byte_forwards: float
-    random_seeds: tuple[int, ...]
+    random_seeds: tuple  # one run of each row for each
     data: Data
+    base: Stage  # what all rows have in common
+    scratch: dict  # name -> what differs from base
+    seed: dict  # the same, of rows that start from what seed_row has reached
+    seed_row: str  # a row of scratch
+    byte_forwards: float = field(26e6, above=0)  # of each run
+    variance_windows: int = field(2048, at_least=16)  # the exact gradient is of as many
+    variance_repeats: int = field(64, at_least=2)  # estimates that a variance is the mean of
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The same, checked, with every row a whole Stage."""
+
+    given: Given
     rows: Mapping[str, Mapping[str, Stage]]  # by start, by name
-    seed_row: str
-    variance_windows: int
 
 
-def resolve(given: ml_collections.ConfigDict) -> Settings:
+def resolve(config: ml_collections.ConfigDict) -> Settings:
     """Checks the config and freezes it.
 
     Raises:
       SomaError: naming the field, its value and what it may be.
     """
-    values = given.to_dict()
-    expected = {"byte_forwards", "random_seeds", "data", "base", *STARTS, "seed_row"}
-    expected.add("variance_windows")
-    if unknown := sorted(set(values) ^ expected):
-        raise SomaError(f"config.{unknown[0]} is missing or not a field of this experiment")
-    budget, seeds = values["byte_forwards"], tuple(values["random_seeds"])
-    if not isinstance(budget, float | int) or not 0 < budget < float("inf"):
-        raise SomaError(f"config.byte_forwards must be a finite number above 0, not {budget!r}")
+    values = config.to_dict()
+    given: Given = build(Given, values, "config")
+    seeds = given.random_seeds
     if not seeds or not all(isinstance(s, int) and 0 <= s < 2**32 for s in seeds):
         raise SomaError(f"config.random_seeds must be numbers below 2**32, not {seeds!r}")
     if len(set(seeds)) < len(seeds):
         raise SomaError(f"config.random_seeds names one twice: {seeds!r}")
-    if not isinstance(values["variance_windows"], int) or values["variance_windows"] < 16:
-        raise SomaError("config.variance_windows must be a whole number, at least 16")
-    rows: dict[str, dict[str, Stage]] = {}
+    rows: dict[str, dict[str, Stage]] = {start: {} for start in STARTS}
     for start in STARTS:
-        rows[start] = {}
         for name, overrides in values[start].items():
             where = f"config.{start}[{name!r}]"
             if not isinstance(overrides, dict):
@@ -88,30 +91,22 @@ def resolve(given: ml_collections.ConfigDict) -> Settings:
                 raise SomaError(f"{where}.updates follows from config.byte_forwards: leave it out")
             if _slug(name) in map(_slug, rows[start]) or not _slug(name):
                 raise SomaError(f"{where} needs a name of letters or digits of its own")
-            stage = config.stage(values["base"] | overrides, where)
-            updates = int(budget / stage.byte_forwards_per_update)
+            row = stage(values["base"] | overrides, where)
+            updates = int(given.byte_forwards / row.byte_forwards_per_update)
             if updates < 1:
                 raise SomaError(
-                    f"config.byte_forwards={budget:g} is less than one update of {where}: "
-                    f"{stage.byte_forwards_per_update}"
+                    f"config.byte_forwards={given.byte_forwards:g} is less than one update of "
+                    f"{where}: {row.byte_forwards_per_update}"
                 )
-            stage = dataclasses.replace(stage, updates=updates)
-            rows[start][name] = stage
+            rows[start][name] = dataclasses.replace(row, updates=updates)
     if not rows["scratch"]:
         raise SomaError("config.scratch has no rows")
-    if values["seed_row"] not in rows["scratch"]:
+    if given.seed_row not in rows["scratch"]:
         raise SomaError(
-            f"config.seed_row={values['seed_row']!r} is not a row of config.scratch: "
+            f"config.seed_row={given.seed_row!r} is not a row of config.scratch: "
             f"{', '.join(rows['scratch'])}"
         )
-    return Settings(
-        byte_forwards=float(budget),
-        random_seeds=seeds,
-        data=config.data(values["data"], "config.data"),
-        rows=rows,
-        seed_row=values["seed_row"],
-        variance_windows=values["variance_windows"],
-    )
+    return Settings(given, rows)
 
 
 def _slug(name: str) -> str:
@@ -125,54 +120,43 @@ def run(settings: Settings, directory: Path, command: str) -> dict[str, Any]:
       SomaError: bad input, or a row that was trained with other settings.
       Interrupted: on SIGTERM or Ctrl-C, after saving; called again, it goes on.
     """
+    given, data = settings.given, directory / "data"
     with Interruptions() as interruptions:
         corpus = {
-            split: _open(settings.data, split, directory / "data" / split)
+            split: recipe.open_corpus(given.data, getattr(given.data, split), data / split)
             for split in ("train", "test")
         }
         screened = windows.screen(corpus["train"].documents(), corpus["test"].documents())
-        test = windows.one_per_document(
-            [d for i, d in enumerate(corpus["test"].documents()) if i not in set(screened)], seed=0
-        )
+        test = summary.drawn_windows(corpus["test"], Evaluation(), screened)
         shape = model.ExpertConfig()
-        drawn = [model.init(randomness.key(s, "init"), shape) for s in settings.random_seeds]
+        drawn = [model.init(randomness.key(s, "init"), shape) for s in given.random_seeds]
         starts, results = {"scratch": drawn}, []
         for start in STARTS:
-            for name, stage in settings.rows[start].items():
+            for name, row in settings.rows[start].items():
                 console.print(f"{STARTS[start]}: {name}")
                 experts, result = _row(
-                    settings, directory, start, name, stage, starts[start], corpus["train"], test,
+                    settings, directory, start, name, row, starts[start], corpus["train"], test,
                     interruptions,
                 )  # fmt: skip
                 results.append(result)
-                if (start, name) == ("scratch", settings.seed_row):
+                if (start, name) == ("scratch", given.seed_row):
                     starts["seed"] = experts
         with activity("measuring the variance of the estimate"):
             variance = _variances(starts["seed"][0], corpus["train"], settings)
     result = {
         "command": command,
-        "byte_forwards": settings.byte_forwards,
-        "random_seeds": list(settings.random_seeds),
+        "byte_forwards": given.byte_forwards,
+        "random_seeds": list(given.random_seeds),
         "test_windows": len(test),
         "device": jax.devices()[0].device_kind,
         "devices": len(jax.devices()),
         "jax": jax.__version__,
-        "seed_row": settings.seed_row,
+        "seed_row": given.seed_row,
         "rows": results,
         "variance": variance,
     }
     _write(directory, result)
     return result
-
-
-def _open(data: Data, split: str, directory: Path) -> store.Store:
-    spec = getattr(data, split)
-    if directory.exists():
-        opened = store.open_store(directory)
-        store.check_sources(opened, spec)
-        return opened
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    return store.build_store(spec, directory, data.text_field, data.chunk_bytes)
 
 
 def _row(
@@ -190,11 +174,11 @@ def _row(
     home = directory / "runs" / f"{start}-{_slug(name)}"
     mine = {
         "stage": dataclasses.asdict(stage),
-        "random_seeds": list(settings.random_seeds),
-        "data": dataclasses.asdict(settings.data),
+        "random_seeds": list(settings.given.random_seeds),
+        "data": dataclasses.asdict(settings.given.data),
     }
     if start == "seed":
-        mine["seed"] = dataclasses.asdict(settings.rows["scratch"][settings.seed_row])
+        mine["seed"] = dataclasses.asdict(settings.rows["scratch"][settings.given.seed_row])
     if (home / "settings.json").exists():
         if read_json(home / "settings.json") != mine:
             raise SomaError(f"{home} was trained with other settings; choose another --workdir")
@@ -205,7 +189,7 @@ def _row(
             home / str(seed), some, stage, corpus, np.arange(corpus.n_chunks),
             random_seed=seed, kind=start, index=0, validation_share=0.01,
         )
-        for seed, some in zip(settings.random_seeds, params, strict=True)
+        for seed, some in zip(settings.given.random_seeds, params, strict=True)
     ]  # fmt: skip
 
     def losses(experts: Sequence[model.Params]) -> list[float]:
@@ -227,7 +211,7 @@ def _row(
         observe_every=-(-stage.updates // _OBSERVATIONS),
     )
     experts = [state.params for state in states]
-    lines = (home / str(settings.random_seeds[0]) / "metrics.jsonl").read_text().splitlines()
+    lines = (home / str(settings.given.random_seeds[0]) / "metrics.jsonl").read_text().splitlines()
     seconds = {m["update"]: m["seconds"] / len(trainees) for m in map(json.loads, lines)}
     updates = sorted(seconds)
     curve, looking = [], 0.0
@@ -248,8 +232,8 @@ def _row(
         "start": start,
         "name": name,
         "test": final,
-        "mean": interval.mean,
-        "interval": [interval.low, interval.high],
+        "mean": float(interval.mean),
+        "interval": [float(interval.low), float(interval.high)],
         # Of one run, compilation included: the seeds' runs share the machine.
         "seconds": seconds[updates[-1]] - looking,
         "byte_forwards": stage.updates * stage.byte_forwards_per_update,
@@ -268,10 +252,10 @@ def predicted_variance(parameters: int, nu: float, n_pert: int, sequences: int, 
 
 def _variances(params: model.Params, corpus: store.Store, settings: Settings) -> dict[str, Any]:
     """Measured and predicted relative variance of estimates, on windows drawn from a fixed set."""
-    length, count = 129, settings.variance_windows
+    length, count = 129, settings.given.variance_windows
     rng = np.random.default_rng(0)
     starts = corpus.chunks[rng.integers(0, corpus.n_chunks, count)]
-    population = corpus.windows(np.minimum(starts, corpus.n_bytes - length), length)
+    population = corpus.windows(pipeline.place(starts, corpus, length), length)
     params = jax.tree.map(jnp.asarray, params)  # a restored expert is of numpy arrays
     body, head = params["body"], params["head"]
 
@@ -279,26 +263,26 @@ def _variances(params: model.Params, corpus: store.Store, settings: Settings) ->
         return model.sequence_losses({"head": head, "body": body}, some, 32)
 
     def flat(tree: Any) -> np.ndarray:
-        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]).astype(np.float64)
+        return np.asarray(ravel_pytree(tree)[0], np.float64)
 
     gradient_of = jax.jit(jax.grad(lambda body, window: loss(body, window[None])[0]))
-    squares, mean = 0.0, np.zeros(sum(x.size for x in jax.tree.leaves(body)))
-    for window in population:
-        g = flat(gradient_of(body, window))
+    gradients = (flat(gradient_of(body, window)) for window in population)
+    squares, mean = 0.0, np.zeros(ravel_pytree(body)[0].size)
+    for g in gradients:
         squares += float(g @ g) / count
         mean += g / count
     norm = float(mean @ mean)
     nu = squares / norm - 1
     rows = []
     for law, n_pert, sequences, own in _MEASURED:
-        tx = spsa(n_pert, 1e-3, law=probes.LAWS[law], own_batch=own)
+        tx = spsa(n_pert, 1e-3, law=probes.LAWS[law], own_batch=own, chunk=16)
 
         @jax.jit
         def estimate(key, batch, tx=tx):
             return tx.update(None, None, body, value_fn=loss, key=key, batch=batch)[0]
 
         errors = []
-        for repeat in range(_REPEATS):
+        for repeat in range(settings.given.variance_repeats):
             shape = (n_pert, sequences) if own else (sequences,)
             batch = population[rng.integers(0, count, shape)]
             error = flat(estimate(randomness.key(0, "variance", repeat), batch)) - mean
@@ -310,8 +294,8 @@ def _variances(params: model.Params, corpus: store.Store, settings: Settings) ->
                 "n_pert": n_pert,
                 "sequences": sequences,
                 "own_batch": own,
-                "measured": interval.mean,
-                "interval": [interval.low, interval.high],
+                "measured": float(interval.mean),
+                "interval": [float(interval.low), float(interval.high)],
                 "predicted": predicted_variance(mean.size, nu, n_pert, sequences, own),
             }
         )
@@ -427,12 +411,5 @@ def _curves(result: dict[str, Any]) -> Any:
             axes.set_ylabel("test nats/byte")
             axes.set_title(f"One expert {STARTS[start]} (band: all random seeds)")
             axes.xaxis.set_major_formatter(figures.engineering())
-    entries = {
-        label: handle
-        for axes in panels
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        entries.values(), entries.keys(), loc="outside lower center", ncols=3, frameon=False
-    )
+    figures.legend(figure, panels)
     return figure

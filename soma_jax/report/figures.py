@@ -87,7 +87,7 @@ def loss(summary: dict[str, Any], seed: Lines, experts: Sequence[Lines], curve: 
         shown = np.concatenate([own_shards, ensemble[ensemble[:, 0] >= branch]])
         axes.set_xlim(*_padded(shown[:, 0]))
         axes.set_ylim(*_padded(shown[:, 1]))
-    legend(figure, whole)
+    legend(figure, [whole])
     return figure
 
 
@@ -185,7 +185,7 @@ def clusters(experts: Sequence[dict[str, Any]]) -> Figure:
     axes.set_xlabel("size of the shard (bytes)")
     axes.xaxis.set_major_formatter(engineering())
     axes.set_title("What the text was split into")
-    legend(figure, axes)
+    legend(figure, [axes])
     return figure
 
 
@@ -214,7 +214,7 @@ def loss_by_k(summary: dict[str, Any]) -> Figure:
         axes.set_xlabel("active experts k")
         axes.set_ylabel("nats/byte")
         axes.set_title(TEXTS[name])
-    legend(figure, axes)
+    legend(figure, [axes])
     return figure
 
 
@@ -233,10 +233,15 @@ def panels(
     return figure, panels
 
 
-def legend(figure: Figure, axes: Axes) -> None:
-    """A legend under the panels, which share what `axes` shows."""
-    entries = axes.get_legend_handles_labels()
-    figure.legend(*entries, loc="outside lower center", ncols=3, frameon=False)
+def legend(figure: Figure, some: Sequence[Axes]) -> None:
+    """A legend under the panels, with each label of theirs once."""
+    entries = {
+        label: handle
+        for axes in some
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    style: dict[str, Any] = {"loc": "outside lower center", "ncols": 3, "frameon": False}
+    figure.legend(entries.values(), entries.keys(), **style)
 
 
 def engineering() -> Any:

@@ -32,6 +32,7 @@ def get_config():
     config.byte_forwards = 12_000.0
     config.random_seeds = (3, 4)
     config.variance_windows = 16
+    config.variance_repeats = 2
     config.base.update(n_pert=4, window=16, validation_windows=2)
     few = dict(learning_rate=1e-2, eps=5e-3)
     config.scratch = dict(
@@ -168,6 +169,7 @@ def test_rows_that_cannot_be_are_refused(rows, words):
     [
         ("--config.byte_forwards=10.0", "less than one update"),
         ("--config.byte_forwards=inf", "config.byte_forwards must be a finite number"),
+        ("--config.variance_windows=3", "config.variance_windows must be at least 16"),
         ("--config.base.whitening=1e-4", "whitening"),
         ("--config.seed_row=nothing", "config.seed_row='nothing' is not a row"),
         ("--config.base.b1=2.0", "b1 must be below 1"),

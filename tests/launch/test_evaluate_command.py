@@ -46,7 +46,7 @@ def test_the_runs_own_test_text_is_scored_by_the_protocol(launch, workdir):
     assert result["updates"] == [1, 2, 3]
     assert (result["documents"], result["documents_left_out"]) == (20, 60)
     config = workdir.read_config()
-    drawn = summary.drawn_windows(store.open_store(workdir.store("test")), config)
+    drawn = summary.drawn_windows(store.open_store(workdir.store("test")), config.evaluation)
     check(result, drawn, workdir, 2)
     after = {path: path.stat() for path in workdir.path.rglob("*")}
     assert {p: s.st_mtime_ns for p, s in before.items()} == {
