@@ -12,7 +12,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax.flatten_util import ravel_pytree
 
 from soma_jax import model, optimizers, probes, whitening
 from soma_jax.config import Stage
@@ -124,8 +123,7 @@ def update(
     if axis_name is not None and unperturbed:
         # One collective, and before the estimator's: XLA's CPU backend starts independent ones at
         # once, and its threads then wait for each other forever.
-        flat, unravel = ravel_pytree(unperturbed)
-        unperturbed = unravel(jax.lax.pmean(flat, axis_name))
+        unperturbed = jax.lax.pmean(unperturbed, axis_name)
         body, unperturbed = jax.lax.optimization_barrier((body, unperturbed))
     factors = None
     if stage.whitening:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.flatten_util import ravel_pytree
 
 PyTree = Any
 
@@ -143,8 +142,7 @@ def spsa(
             zero = jax.tree.map(lambda x: lax.pcast(x, axis_name, to="varying"), zero)
         total, _ = lax.scan(add_chunk, zero, xs)
         if axis_name is not None:
-            flat, unravel = ravel_pytree(total)  # one collective, not one for each leaf
-            total = unravel(lax.psum(flat, axis_name))
+            total = lax.psum(total, axis_name)
         estimate, loss = jax.tree.map(lambda x: x / n_pert, total)
         return estimate, SPSAState(loss=loss)
 

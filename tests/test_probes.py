@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from directions import dense, structured
 
 from soma_jax import probes, randomness
 
@@ -20,19 +21,6 @@ TREE = {
     "gain": np.zeros(11, np.float32),
     "scalar": np.zeros((), np.float32),
 }
-
-
-def structured(z) -> bool:
-    return isinstance(z, probes.RankOne | probes.Flipout)
-
-
-def dense(z):
-    """Structured directions as the matrices they stand for."""
-    return jax.tree.map(
-        lambda x: x.weighted_sum(jnp.ones(1)) if structured(x) else x[0],
-        jax.tree.map(lambda x: x[None], z),
-        is_leaf=structured,
-    )
 
 
 def draw(name: str):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from directions import dense
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -16,16 +17,6 @@ from soma_jax import model, probes
 from soma_jax.spsa import SPSAState, spsa
 
 LAWS = pytest.mark.parametrize("name", list(probes.LAWS))
-
-
-def dense(z):
-    """Structured directions as the matrices they stand for."""
-    structured = lambda x: hasattr(x, "weighted_sum")  # noqa: E731
-    return jax.tree.map(
-        lambda x: x.weighted_sum(jnp.ones(1)) if structured(x) else x[0],
-        jax.tree.map(lambda x: x[None], z),
-        is_leaf=structured,
-    )
 
 
 def flat(tree) -> np.ndarray:

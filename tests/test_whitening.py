@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from directions import as_matrix
 
 from soma_jax import model, probes, whitening
 
@@ -49,11 +50,6 @@ def test_whitened_inputs_count_alike():
     before = np.linalg.eigvalsh(x.T @ x / len(x))
     assert values[-1] / values[-8] < 1.1  # the eight largest
     assert before[-1] / before[-8] > 5
-
-
-def as_matrix(z):
-    structured = isinstance(z, probes.RankOne)
-    return np.outer(z.column, z.row) if structured else np.asarray(z)
 
 
 @pytest.mark.parametrize("name", ["sparse", "dense", "gaussian", "rank_one"])
