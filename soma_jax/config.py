@@ -12,7 +12,7 @@ import importlib.util
 import math
 import operator
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ml_collections
@@ -20,6 +20,7 @@ import numpy as np
 
 from soma_jax import probes
 from soma_jax.errors import SomaError
+from soma_jax.estimators import ESTIMATORS
 from soma_jax.model import ExpertConfig
 
 
@@ -35,6 +36,8 @@ class Model:
     width: int = field(32, at_least=1)  # d
     blocks: int = field(2, at_least=1)  # D
     embedding: int = field(32, at_least=1)  # d_E, columns of the byte matrix E
+    recurrence: str = "lstm"  # or "gru", the EGGROLL control's
+    tied: bool = True  # E embeds and decodes; else it decodes, and the body holds an embedding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,9 @@ class Data:
 class Cluster:
     """Text features and balanced spherical k-means (paper, section 3)."""
 
+    shards: str = (
+        "semantic"  # or, as controls: "random" parts, or "iid", all chunks for each expert
+    )
     sample_chunks: int = field(400_000, at_least=1)  # the router is fitted on as many chunks
     max_features: int = field(50_000, at_least=1)  # TF-IDF vocabulary
     min_df: int = field(5, at_least=1)  # a term must occur in this many sampled chunks
@@ -64,11 +70,18 @@ class Stage:
     """How an expert is trained; the seed and the experts each have one."""
 
     updates: int = field(1000, at_least=0)  # optimizer steps
+    estimator: str = "spsa"  # a name in soma_jax.estimators.ESTIMATORS
+    parameters: str = (
+        "body"  # what it estimates the gradient of; "all" is E, too, by both its paths
+    )
     n_pert: int = field(64, at_least=1)  # directions an update
-    probe: str = "sparse"  # law of a direction: a name in soma_jax.probes.LAWS
+    probe: str = "sparse"  # law of SPSA's directions: a name in soma_jax.probes.LAWS
+    rank: int = field(1, at_least=1)  # of EGGROLL's directions
     sequences: int = field(64, at_least=1)  # B: windows a direction sees
     own_batch: bool = False  # each direction sees B windows of its own; the paper's share them
+    share: int = field(1, at_least=1)  # with own_batch: neighbouring directions that see the same
     window: int = field(1024, at_least=1)  # T: predicted bytes a window
+    carry: bool = False  # windows are streams: each goes on, with its state, at the next update
     head_sequences: int = field(0, at_least=0)  # windows of E's delta rule; 0 freezes E
     whitening: float = field(0.0, at_least=0)  # damping, relative to the mean; 0: no whitening
     learning_rate: float = field(1e-3, at_least=0)  # 0 leaves the parameters as they are
@@ -77,6 +90,7 @@ class Stage:
     decay_to: float = field(1.0, above=0, at_most=1)  # cosine: what is left of both at the end
     floor: float = field(1e-5, at_least=0)  # neither the rate nor eps is decayed below this
     patience: int = field(1000, at_least=1)  # updates without improvement before both are halved
+    optimizer: str = "adam"  # or "sgd": the estimate times the rate
     weight_decay: float = field(1e-4, at_least=0)  # coupled: added to the estimate
     b1: float = field(0.9, at_least=0, below=1)  # Adam
     b2: float = field(0.999, at_least=0, below=1)
@@ -86,13 +100,15 @@ class Stage:
 
     @property
     def windows_per_update(self) -> int:
-        """Windows an update reads: B, or n_pert B with a batch for each direction."""
-        return self.sequences * (self.n_pert if self.own_batch else 1)
+        """Windows an update reads: B, or B for each `share` of the directions."""
+        return self.sequences * (self.n_pert // self.share if self.own_batch else 1)
 
     @property
     def byte_forwards_per_update(self) -> int:
-        """2 n_pert B T, and the unperturbed forwards of the delta rule."""
-        return (2 * self.n_pert * self.sequences + self.head_sequences) * self.window
+        """Of the estimator (SPSA: 2 n_pert B T), and the unperturbed forwards of the delta rule and
+        of carried states. A backward pass counts as the two forwards whose operations it has."""
+        windows = ESTIMATORS[self.estimator].forwards(self) + self.head_sequences
+        return (windows + self.carry * self.windows_per_update) * self.window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +139,7 @@ class Config:
     random_seed: int = field(0, at_least=0, below=2**32)
     experts: int = field(4, at_least=1)  # N
     active: int = field(4, at_least=1)  # k experts score a window; at most N
+    warm_start: bool = True  # experts start from the seed; else each is drawn, and there is no seed
     model: Model = Model()
     data: Data = Data()
     cluster: Cluster = Cluster()
@@ -148,8 +165,15 @@ def resolve(config: ml_collections.ConfigDict) -> Config:
       SomaError: naming the field, its value and what it may be.
     """
     resolved = build(Config, config.to_dict(), "config")
+    _one_of("config.model.recurrence", resolved.model.recurrence, ("lstm", "gru"))
+    _one_of("config.cluster.shards", resolved.cluster.shards, ("semantic", "random", "iid"))
     for name in ("seed", "expert"):
-        _check_stage(f"config.{name}", getattr(resolved, name))
+        stage = getattr(resolved, name)
+        _check_stage(f"config.{name}", stage)
+        if stage.whitening and resolved.model.recurrence != "lstm":
+            raise SomaError(f"config.{name}.whitening needs config.model.recurrence=lstm")
+    if not resolved.warm_start and resolved.seed.updates:
+        raise SomaError("config.warm_start=False makes no use of a seed: set config.seed.updates=0")
     if resolved.run.tensorboard and not importlib.util.find_spec("tensorboardX"):
         raise SomaError('config.run.tensorboard needs: pip install "soma_jax[tensorboard]"')
     return resolved
@@ -210,10 +234,32 @@ def _check_value(where: str, value: Any, kind: type, limits: Mapping[str, float]
     return value
 
 
+def _one_of(where: str, value: str, names: Iterable[str]) -> None:
+    if value not in names:
+        raise SomaError(f"{where} must be one of {', '.join(names)}, not {value!r}")
+
+
 def _check_stage(path: str, stage: Stage) -> None:
-    if stage.probe not in probes.LAWS:
+    _one_of(f"{path}.estimator", stage.estimator, ESTIMATORS)
+    _one_of(f"{path}.parameters", stage.parameters, ("body", "all"))
+    _one_of(f"{path}.probe", stage.probe, probes.LAWS)
+    _one_of(f"{path}.optimizer", stage.optimizer, ("adam", "sgd"))
+    if stage.rank > 1 and stage.estimator != "eggroll":
+        raise SomaError(f"{path}.rank is of {path}.estimator=eggroll")
+    if stage.estimator == "backprop" and (stage.n_pert > 1 or stage.own_batch):
         raise SomaError(
-            f"{path}.probe must be one of {', '.join(probes.LAWS)}, not {stage.probe!r}"
+            f"{path}.estimator=backprop has no directions: set {path}.n_pert=1 and "
+            f"{path}.own_batch=False"
+        )
+    if stage.share > 1 and (not stage.own_batch or stage.n_pert % stage.share):
+        raise SomaError(
+            f"{path}.share={stage.share} divides the directions of {path}.own_batch=True into "
+            f"groups: it must divide {path}.n_pert={stage.n_pert}"
+        )
+    if stage.parameters == "all" and stage.head_sequences:
+        raise SomaError(
+            f"{path}.parameters=all trains E by the estimator: set {path}.head_sequences=0, which "
+            "leaves out the delta rule"
         )
     if stage.head_sequences > stage.windows_per_update:
         raise SomaError(
@@ -230,8 +276,10 @@ def _check_stage(path: str, stage: Stage) -> None:
             f"{path}.whitening={stage.whitening:g} is too small for float32: 1e-3 or more, or 0 "
             "for none"
         )
-    if stage.whitening and stage.probe == "flipout":
-        raise SomaError(f"{path}.whitening and {path}.probe=flipout do not go together")
+    if stage.whitening and (stage.probe == "flipout" or stage.estimator != "spsa"):
+        raise SomaError(
+            f"{path}.whitening is of {path}.estimator=spsa, and of any {path}.probe but flipout"
+        )
     if stage.patience % stage.validate_every:
         raise SomaError(
             f"{path}.patience ({stage.patience}) must be a multiple of {path}.validate_every "

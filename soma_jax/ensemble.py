@@ -56,6 +56,7 @@ class Ensemble:
         batch_spec = expert.Batch(
             probes=by_probe if stage.own_batch else by_expert,
             head=by_probe,
+            streams=by_expert if stage.carry else None,
         )
         self._placements = [
             jax.tree.map(lambda spec: NamedSharding(mesh, spec), s)

@@ -25,6 +25,7 @@ class ExpertState(flax.struct.PyTreeNode):
     body_optimizer: Any
     head_optimizer: Any  # None when E is frozen
     plateau: Any
+    carried: Any  # model.State from which each stream goes on, or None
     update: jax.Array  # int32 []: updates done
     failed: jax.Array  # int32 []: the update at which the loss was not finite, or -1
 
@@ -34,16 +35,24 @@ class Batch(flax.struct.PyTreeNode):
 
     probes: Any  # [B, T + 1], or [n_pert, B, T + 1] with a batch for each direction
     head: Any  # [head_sequences, T + 1], some of the same windows
+    streams: Any  # [windows_per_update, T + 1], all of them, where states are carried; else None
 
 
 def split_batch(windows: Any, stage: Stage) -> Batch:
     """Arranges windows [..., windows_per_update, T + 1] for an update."""
-    leading, length = windows.shape[:-2], windows.shape[-1]
-    shape = (stage.n_pert, stage.sequences) if stage.own_batch else (stage.sequences,)
     return Batch(
-        probes=windows.reshape(*leading, *shape, length),
+        probes=_by_probe(windows, stage, windows.ndim - 2),
         head=windows[..., : stage.head_sequences, :],
+        streams=windows if stage.carry else None,
     )
+
+
+def _by_probe(x: Any, stage: Stage, axis: int = 0) -> Any:
+    """What belongs to the windows of an update, on an axis, as the directions see it."""
+    if not stage.own_batch:
+        return x
+    batches = x.reshape(*x.shape[:axis], -1, stage.sequences, *x.shape[axis + 1 :])
+    return batches.repeat(stage.share, axis) if stage.share > 1 else batches
 
 
 def chunk_and_block(stage: Stage, chunk: int = 0) -> tuple[int, int]:
@@ -55,7 +64,8 @@ def chunk_and_block(stage: Stage, chunk: int = 0) -> tuple[int, int]:
     accelerator needs all the work at once.
     """
     if jax.default_backend() == "cpu":
-        rows, suits = 1024, 64 // stage.sequences if stage.probe in probes.STRUCTURED else 1
+        structured = stage.estimator == "eggroll" or stage.probe in probes.STRUCTURED
+        rows, suits = 1024, 64 // stage.sequences if structured else 1
     else:
         rows, suits = 2**20, stage.n_pert
     chunk = min(chunk or max(1, suits), stage.n_pert)
@@ -66,14 +76,20 @@ def init_state(params: model.Params, stage: Stage) -> ExpertState:
     """A fresh optimizer around given parameters (the seed's, for a branch)."""
     return ExpertState(
         params=params,
-        body_optimizer=optimizers.body(stage).init(params["body"]),
+        body_optimizer=optimizers.body(stage).init(_estimated(params, stage)),
         head_optimizer=optimizers.head(stage).init(params["head"])
         if stage.head_sequences
         else None,
         plateau=optimizers.plateau(stage).init(params["body"]),
+        carried=model.initial_state(params, stage.windows_per_update) if stage.carry else None,
         update=jnp.zeros((), jnp.int32),
         failed=jnp.full((), -1, jnp.int32),
     )
+
+
+def _estimated(params: model.Params, stage: Stage) -> Any:
+    """The part of the parameters whose gradient the estimator estimates."""
+    return params if stage.parameters == "all" else params["body"]
 
 
 def update(
@@ -112,10 +128,17 @@ def update(
         }
         return optimizer._replace(hyperparams=rates)
 
-    def value_fn(body: Any, windows: jax.Array) -> jax.Array:
-        return model.sequence_losses({"head": params["head"], "body": body}, windows, block)
+    def value_fn(some: Any, windows_and_state: Any) -> jax.Array:
+        whole = some if stage.parameters == "all" else {"head": params["head"], "body": some}
+        windows, start = windows_and_state
+        return model.sequence_losses(whole, windows, block, start)
 
-    body, unperturbed = params["body"], {}
+    start = jax.tree.map(lambda x: _by_probe(x, stage), state.carried)
+    if stage.own_batch and axis_name is not None:  # of the windows that this device has
+        mine = stage.n_pert // jax.lax.axis_size(axis_name)
+        first = jax.lax.axis_index(axis_name) * mine
+        start = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, mine), start)
+    estimated, unperturbed = _estimated(params, stage), {}
     if stage.head_sequences:
         unperturbed["gradient"], _, inputs = delta_rule(params, batch.head)
         if stage.whitening:
@@ -124,22 +147,23 @@ def update(
         # One collective, and before the estimator's: XLA's CPU backend starts independent ones at
         # once, and its threads then wait for each other forever.
         unperturbed = jax.lax.pmean(unperturbed, axis_name)
-        body, unperturbed = jax.lax.optimization_barrier((body, unperturbed))
+        estimated, unperturbed = jax.lax.optimization_barrier((estimated, unperturbed))
     factors = None
     if stage.whitening:
         factors = whitening.factors(unperturbed["second_moments"], stage.whitening)
     step, body_optimizer = optimizers.body(
         stage, factors=factors, chunk=chunk, axis_name=axis_name
     ).update(
-        body,
+        estimated,
         at_now(state.body_optimizer),
-        body,
+        estimated,
         value_fn=value_fn,
         key=jax.random.fold_in(key, state.update),
-        batch=batch.probes,
+        batch=(batch.probes, start),
     )
     loss = body_optimizer.inner_state[0].loss
-    new_params = {"head": params["head"], "body": optax.apply_updates(body, step)}
+    moved = optax.apply_updates(estimated, step)
+    new_params = moved if stage.parameters == "all" else {"head": params["head"], "body": moved}
     head_optimizer = state.head_optimizer
     if stage.head_sequences:
         step, head_optimizer = optimizers.head(stage).update(
@@ -147,8 +171,15 @@ def update(
         )
         new_params["head"] = optax.apply_updates(params["head"], step)
 
+    carried = state.carried
+    if stage.carry:
+        # By the unperturbed expert, after its step: a member's own state would be of a direction
+        # that is no longer there.
+        _, carried = model.features(new_params, batch.streams[:, :-1].astype(jnp.int32), carried)
+
     new_state = state.replace(
         params=new_params,
+        carried=carried,
         body_optimizer=body_optimizer,
         head_optimizer=head_optimizer,
         update=state.update + 1,

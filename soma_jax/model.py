@@ -5,8 +5,11 @@ blocks of width d:
 
     x += LSTM(LN(x));   x += W2 GELU(W1 LN(x))
 
-There is no bias anywhere. Nothing here knows about perturbations: an estimator calls these
-functions under `jax.vmap` with perturbed parameters.
+There is no bias anywhere. The EGGROLL control is another model (paper, section 5): GRU blocks with
+biases in the gates and a ReLU, and an embedding of its own beside the decoder E.
+
+Nothing here knows about perturbations: an estimator calls these functions under `jax.vmap` with
+perturbed parameters.
 
 Shape letters: B sequences, L = T + 1 bytes of a window, T predicted bytes, d width, V = 256 bytes.
 Activations are time-major, [T, B, d]: the recurrence then scans the leading axis and every other
@@ -27,23 +30,34 @@ from jax import lax
 VOCABULARY = 256
 
 Params = dict[str, Any]  # {"head": E [V, d_E], "body": {...}}
-State = list[tuple[jax.Array, jax.Array]]  # per block: LSTM output h and cell c, each [B, d]
+State = list[tuple[jax.Array, ...]]  # per block: the output h, an LSTM's cell c; each [B, d]
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertConfig:
-    """Shape of an expert: width d, number of residual blocks D, embedding width d_E."""
+    """Shape of an expert."""
 
-    width: int = 32
-    blocks: int = 2
-    embedding: int = 32
+    width: int = 32  # d
+    blocks: int = 2  # D
+    embedding: int = 32  # d_E
+    recurrence: str = "lstm"  # or "gru"
+    tied: bool = True  # E embeds, too; else the body holds an embedding
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Of the body's products: 16 D d^2 (GRU blocks: 12 D d^2), and 2 d_E d for the projections
+        when d != d_E."""
+        d, blocks = self.width, self.blocks
+        projections = 2 * self.embedding * d if d != self.embedding else 0
+        return (16 if self.recurrence == "lstm" else 12) * blocks * d**2 + projections
 
     @property
     def body_parameters(self) -> int:
-        """16 D d^2 + (2D + 1) d, and 2 d_E d for the projections when d != d_E."""
+        """The products', (2D + 1) d gains, a GRU's 2 D d biases, an embedding of its own."""
         d, blocks = self.width, self.blocks
-        projections = 2 * self.embedding * d if d != self.embedding else 0
-        return 16 * blocks * d**2 + (2 * blocks + 1) * d + projections
+        biases = 0 if self.recurrence == "lstm" else 2 * blocks * d
+        embedding = 0 if self.tied else self.head_parameters
+        return self.matrix_parameters + (2 * blocks + 1) * d + biases + embedding
 
     @property
     def head_parameters(self) -> int:
@@ -52,12 +66,12 @@ class ExpertConfig:
     @property
     def operations_per_byte(self) -> int:
         """Matrix-product operations of one forward of one byte; a multiply-add is two."""
-        matrices = self.body_parameters - (2 * self.blocks + 1) * self.width
-        return 2 * (matrices + self.head_parameters)
+        return 2 * (self.matrix_parameters + self.head_parameters)
 
 
 def init(key: jax.Array, config: ExpertConfig) -> Params:
-    """Draws an expert: matrices N(0, 1/fan_in), LayerNorm gains 1 (the paper does not state it)."""
+    """Draws an expert: matrices N(0, 1/fan_in), LayerNorm gains 1 (the paper does not state it),
+    biases 0, an embedding of its own N(0, 1)."""
     d, d_e = config.width, config.embedding
     keys = iter(jax.random.split(key, 4 * config.blocks + 3))
 
@@ -67,20 +81,29 @@ def init(key: jax.Array, config: ExpertConfig) -> Params:
     # E is drawn for its use as a decoder, whose fan-in is d_E.
     params: Params = {"head": matrix(d_e, VOCABULARY).T, "body": {"blocks": []}}
     for _ in range(config.blocks):
-        params["body"]["blocks"].append(
-            {
-                "lstm_gain": jnp.ones(d),
-                "lstm_input": matrix(d, 4 * d),
-                "lstm_recurrent": matrix(d, 4 * d),
-                "mlp_gain": jnp.ones(d),
-                "mlp_in": matrix(d, 4 * d),
-                "mlp_out": matrix(4 * d, d),
-            }
-        )
+        recurrence = {
+            "lstm_gain": jnp.ones(d),
+            "lstm_input": matrix(d, 4 * d),
+            "lstm_recurrent": matrix(d, 4 * d),
+        } if config.recurrence == "lstm" else {
+            "gru_gain": jnp.ones(d),
+            "gru_input": matrix(d, 2 * d),
+            "gru_forget": matrix(d, d),
+            "gru_candidate": matrix(d, d),
+            "gru_bias": jnp.zeros(2 * d),
+        }  # fmt: skip
+        mlp = {
+            "mlp_gain": jnp.ones(d),
+            "mlp_in": matrix(d, 4 * d),
+            "mlp_out": matrix(4 * d, d),
+        }
+        params["body"]["blocks"].append(recurrence | mlp)
     params["body"]["final_gain"] = jnp.ones(d)
     if d != d_e:
         params["body"]["input_projection"] = matrix(d_e, d)
         params["body"]["output_projection"] = matrix(d, d_e)
+    if not config.tied:
+        params["body"]["embedding"] = matrix(d_e, VOCABULARY).T * jnp.sqrt(d_e)
     return params
 
 
@@ -97,8 +120,8 @@ def gelu(x: jax.Array) -> jax.Array:
 
 
 def lstm(
-    block: Params, x_TxBxd: jax.Array, state: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    block: Params, x_TxBxd: jax.Array, state: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """An LSTM without bias; gates are laid out [input, forget, candidate, output]."""
     d = x_TxBxd.shape[-1]
     # sigmoid(x) = (1 + tanh(x/2)) / 2 makes all four gates one tanh over one contiguous array:
@@ -118,11 +141,32 @@ def lstm(
     return h_TxBxd, state
 
 
+def gru(
+    block: Params, x_TxBxd: jax.Array, state: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """A GRU whose one gate both forgets and writes (paper, section 5); `gru_input` and `gru_bias`
+    are laid out [gate, candidate].
+
+        f = sigmoid(x W_f + h U_f + b_f);  c = tanh(x W_c + (f h) U_c + b_c);  h += f (c - h)
+    """
+    d = x_TxBxd.shape[-1]
+
+    def step(h, x_Bx2d):
+        gate = jax.nn.sigmoid(x_Bx2d[..., :d] + h @ block["gru_forget"])
+        candidate = jnp.tanh(x_Bx2d[..., d:] + (gate * h) @ block["gru_candidate"])
+        h = h + gate * (candidate - h)
+        return h, h
+
+    h, h_TxBxd = lax.scan(step, state[0], x_TxBxd @ block["gru_input"] + block["gru_bias"])
+    return h_TxBxd, (h,)
+
+
 def initial_state(params: Params, sequences: int) -> State:
     """The zero state from which every window starts."""
-    blocks = params["body"]["blocks"]
     return [
-        (jnp.zeros((sequences, *b["lstm_gain"].shape), b["lstm_gain"].dtype),) * 2 for b in blocks
+        (jnp.zeros((sequences, *b["mlp_gain"].shape), b["mlp_gain"].dtype),)
+        * (2 if "lstm_gain" in b else 1)
+        for b in params["body"]["blocks"]
     ]
 
 
@@ -136,29 +180,30 @@ def features(
 def forward(
     params: Params, ids_BxT: jax.Array, state: State | None = None
 ) -> tuple[jax.Array, State, Params]:
-    """`features`, and what each matrix of the body multiplies on the way: a tree like the body's,
-    [T, B, rows] for a matrix and None for a vector."""
+    """`features`, and what each matrix of an LSTM expert's body multiplies on the way: a tree like
+    the body's, [T, B, rows] for a matrix and None for a vector."""
     body = params["body"]
     state = initial_state(params, ids_BxT.shape[0]) if state is None else state
     inputs: Params = {"blocks": [], "final_gain": None}
-    x = params["head"][ids_BxT.T]
+    x = body.get("embedding", params["head"])[ids_BxT.T]
     if "input_projection" in body:
         inputs["input_projection"] = x
         x = x @ body["input_projection"]
-    new_state = []
+    new_state: State = []
     for block, block_state in zip(body["blocks"], state, strict=True):
-        of_lstm = layer_norm(x, block["lstm_gain"])
+        is_lstm = "lstm_gain" in block
         first = block_state[0]
-        h, block_state = lstm(block, of_lstm, block_state)
+        normed = layer_norm(x, block["lstm_gain" if is_lstm else "gru_gain"])
+        h, block_state = (lstm if is_lstm else gru)(block, normed, block_state)
         x = x + h
         of_mlp = layer_norm(x, block["mlp_gain"])
-        hidden = gelu(of_mlp @ block["mlp_in"])
+        hidden = (gelu if is_lstm else jax.nn.relu)(of_mlp @ block["mlp_in"])
         x = x + hidden @ block["mlp_out"]
         new_state.append(block_state)
         inputs["blocks"].append(
             {
                 "lstm_gain": None,
-                "lstm_input": of_lstm,
+                "lstm_input": normed,
                 "lstm_recurrent": jnp.concatenate([first[None], h[:-1]]),
                 "mlp_gain": None,
                 "mlp_in": of_mlp,
@@ -180,11 +225,13 @@ def apply(
     return (h_TxBxe @ params["head"].T).swapaxes(0, 1), state
 
 
-def byte_losses(params: Params, window_BxL: jax.Array, block: int = 0) -> jax.Array:
+def byte_losses(
+    params: Params, window_BxL: jax.Array, block: int = 0, state: State | None = None
+) -> jax.Array:
     """Next-byte cross-entropy in nats of windows of T + 1 bytes, [B, T], in float32 or better.
 
     `block` is the number of bytes whose activations exist at a time; 0 is all. It is a matter of
-    speed and memory only.
+    speed and memory only. `state` is where the windows start from; None is the zero state.
     """
     window_LxB = window_BxL.astype(jnp.int32).T
     inputs, targets = window_LxB[:-1], window_LxB[1:]
@@ -197,7 +244,7 @@ def byte_losses(params: Params, window_BxL: jax.Array, block: int = 0) -> jax.Ar
         target = jnp.take_along_axis(logits, targets_TxB[..., None], axis=-1)[..., 0]
         return state, jax.nn.logsumexp(logits, axis=-1) - target
 
-    state = initial_state(params, window_BxL.shape[0])
+    state = initial_state(params, window_BxL.shape[0]) if state is None else state
     length = inputs.shape[0]
     block = min(block or length, length)
     whole = length - length % block
@@ -210,6 +257,8 @@ def byte_losses(params: Params, window_BxL: jax.Array, block: int = 0) -> jax.Ar
     return losses.T
 
 
-def sequence_losses(params: Params, window_BxL: jax.Array, block: int = 0) -> jax.Array:
-    """Mean next-byte cross-entropy of each window, [B], nats/byte; `block` as in `byte_losses`."""
-    return byte_losses(params, window_BxL, block).mean(-1)
+def sequence_losses(
+    params: Params, window_BxL: jax.Array, block: int = 0, state: State | None = None
+) -> jax.Array:
+    """Mean next-byte cross-entropy of each window, [B], nats/byte; as `byte_losses`."""
+    return byte_losses(params, window_BxL, block, state).mean(-1)

@@ -9,20 +9,21 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from soma_jax import probes
 from soma_jax.config import Stage
-from soma_jax.spsa import spsa
-from soma_jax.whitening import whitened
+from soma_jax.estimators import ESTIMATORS
 
 
-def _coupled_adam(
+def _descent(
     stage: Stage, learning_rate: jax.Array, whitened: bool = False
 ) -> list[optax.GradientTransformation]:
     """Weight decay is added to the estimate before the moments (paper, section 2)."""
-    scale = scale_by_leaf_adam if whitened else optax.scale_by_adam
+    moments = []
+    if stage.optimizer == "adam":
+        scale = scale_by_leaf_adam if whitened else optax.scale_by_adam
+        moments.append(scale(stage.b1, stage.b2, stage.adam_eps))
     return [
         optax.add_decayed_weights(stage.weight_decay),
-        scale(stage.b1, stage.b2, stage.adam_eps),
+        *moments,
         optax.scale_by_learning_rate(learning_rate),
     ]
 
@@ -70,26 +71,17 @@ def scale_by_leaf_adam(b1: float, b2: float, eps: float) -> optax.GradientTransf
 def body(
     stage: Stage, *, factors: Any = None, chunk: int = 1, axis_name: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """SPSA, coupled decay, Adam; `learning_rate` and `eps` are injected hyperparameters.
+    """The estimator, coupled decay, Adam; `learning_rate` and `eps` are injected hyperparameters.
 
     `factors` (whitening.factors) whiten the directions of a stage that asks for it.
     """
-    law = probes.LAWS[stage.probe]
-    if factors is not None:
-        law = whitened(law, factors)
 
     @optax.inject_hyperparams
     def chain(learning_rate, eps):
-        estimator = spsa(
-            stage.n_pert,
-            eps,
-            law=law,
-            own_batch=stage.own_batch,
-            chunk=chunk,
-            axis_name=axis_name,
-        )
+        build = ESTIMATORS[stage.estimator].build
         return optax.chain(
-            estimator, *_coupled_adam(stage, learning_rate, whitened=stage.whitening > 0)
+            build(stage, eps, factors, chunk, axis_name),
+            *_descent(stage, learning_rate, whitened=stage.whitening > 0),
         )
 
     return chain(learning_rate=stage.learning_rate, eps=stage.eps)
@@ -100,7 +92,7 @@ def head(stage: Stage) -> optax.GradientTransformationExtraArgs:
 
     @optax.inject_hyperparams
     def chain(learning_rate):
-        return optax.chain(*_coupled_adam(stage, learning_rate))
+        return optax.chain(*_descent(stage, learning_rate))
 
     return chain(learning_rate=stage.learning_rate)
 

@@ -4,15 +4,17 @@ A probe law is a function `law(key, j, params) -> z`: direction j of the update 
 to, shaped like params. Coordinates of different leaves are independent: each leaf has a key of its
 own. Vectors (LayerNorm gains) get +-1 from every law but the Gaussian.
 
-`rank_one` and `flipout` stand for a matrix's direction without forming it. Such a direction has
-what an estimator and a model do with a matrix: `x @ (p + scale * z)`, and `z.weighted_sum(w)`, the
-dense sum_j w_j z_j of stacked directions. Under `jax.vmap` over directions the product `x @ p` is
-then one large product for all of them.
+`rank_one`, `low_rank_gaussian` and `flipout` stand for a matrix's direction without forming it.
+Such a direction has what an estimator and a model do with a matrix: `x @ (p + scale * z)`, its
+transpose and its rows, and `z.weighted_sum(w)`, the dense sum_j w_j z_j of stacked directions.
+Under `jax.vmap` over directions the product `x @ p` is then one large product for all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -28,42 +30,63 @@ _node = jax.tree_util.register_dataclass
 @_node
 @dataclasses.dataclass(frozen=True)
 class Perturbed:
-    """The sum of a matrix and a structured direction; a model multiplies by it from the left."""
+    """The sum of a matrix and a structured direction: a model multiplies by it from the left, by
+    its transpose, and looks up its rows."""
 
     matrix: jax.Array  # [m, n]
-    direction: RankOne | Flipout
+    direction: LowRank | Flipout
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
         return x @ self.matrix + self.direction.product(x)
 
+    def __getitem__(self, rows: jax.Array) -> jax.Array:
+        return self.matrix[rows] + self.direction[rows]
+
+    @property
+    def T(self) -> Perturbed:
+        return Perturbed(self.matrix.T, self.direction.T)
+
 
 @_node
 @dataclasses.dataclass(frozen=True)
-class RankOne:
-    """column row^T."""
+class LowRank:
+    """sum_i columns_i rows_i^T."""
 
-    column: jax.Array  # [m]
-    row: jax.Array  # [n]
+    columns: jax.Array  # [r, m]
+    rows: jax.Array  # [r, n]
 
     __array_ufunc__ = None  # numpy leaves `p + z` and `scale * z` to us
 
-    def __rmul__(self, scale: jax.Array | float) -> RankOne:
-        return RankOne(self.column, scale * self.row)
+    def __rmul__(self, scale: jax.Array | float) -> LowRank:
+        return LowRank(self.columns, scale * self.rows)
 
     def __radd__(self, matrix: jax.Array) -> Perturbed:
         return Perturbed(matrix, self)
 
-    def __rmatmul__(self, matrix: jax.Array) -> RankOne:
-        return RankOne(matrix @ self.column, self.row)
+    def __rmatmul__(self, matrix: jax.Array) -> LowRank:
+        return LowRank(self.columns @ matrix.T, self.rows)
+
+    def __getitem__(self, rows: jax.Array) -> jax.Array:
+        return self._expand([column[rows] for column in self.columns])
+
+    @property
+    def T(self) -> LowRank:
+        return LowRank(self.rows, self.columns)
 
     def product(self, x: jax.Array) -> jax.Array:
         # Not (x * column).sum(-1): XLA's CPU backend (seen in jax 0.10.2) fuses such a sum with
         # what follows and gets it wrong beyond 32,768 elements.
-        return (x @ self.column)[..., None] * self.row
+        return self._expand([x @ column for column in self.columns])
+
+    def _expand(self, coefficients: list[jax.Array]) -> jax.Array:
+        # Term by term: for the one or few terms there are, cheaper than a product of that depth.
+        terms = zip(coefficients, self.rows, strict=True)
+        return functools.reduce(operator.add, (c[..., None] * row for c, row in terms))
 
     def weighted_sum(self, weights: jax.Array) -> jax.Array:
-        rows = weights.astype(self.row.dtype)[:, None] * self.row
-        return jnp.matmul(self.column.T, rows, precision="highest")
+        rows = weights.astype(self.rows.dtype)[:, None, None] * self.rows
+        columns, rows = (x.reshape(-1, x.shape[-1]) for x in (self.columns, rows))
+        return jnp.matmul(columns.T, rows, precision="highest")
 
 
 @_node
@@ -72,7 +95,7 @@ class Flipout:
     """base * signs, elementwise; an update's directions share the base."""
 
     base: jax.Array  # [m, n]
-    signs: RankOne
+    signs: LowRank  # of rank one
 
     __array_ufunc__ = None
 
@@ -82,8 +105,15 @@ class Flipout:
     def __radd__(self, matrix: jax.Array) -> Perturbed:
         return Perturbed(matrix, self)
 
+    def __getitem__(self, rows: jax.Array) -> jax.Array:
+        return self.base[rows] * self.signs[rows]
+
+    @property
+    def T(self) -> Flipout:
+        return Flipout(self.base.T, self.signs.T)
+
     def product(self, x: jax.Array) -> jax.Array:
-        return ((x * self.signs.column) @ self.base) * self.signs.row
+        return ((x * self.signs.columns[0]) @ self.base) * self.signs.rows[0]
 
     def weighted_sum(self, weights: jax.Array) -> jax.Array:
         return self.base[0] * self.signs.weighted_sum(weights)
@@ -136,9 +166,21 @@ def _sparse(key: jax.Array, x: jax.Array) -> jax.Array:
 def _rank_one(key: jax.Array, x: jax.Array) -> Any:
     if x.ndim != 2:
         return _signs(key, x)
-    rows, columns = x.shape
-    signs = _signs(key, jnp.zeros(rows + columns, x.dtype))
-    return RankOne(signs[:rows], signs[rows:])
+    signs = _signs(key, jnp.zeros((1, sum(x.shape)), x.dtype))
+    return LowRank(signs[:, : x.shape[0]], signs[:, x.shape[0] :])
+
+
+def low_rank_gaussian(rank: int) -> ProbeLaw:
+    """EGGROLL's directions: a matrix's is A B^T / sqrt(rank), with A [m, rank] and B [n, rank] of
+    N(0, 1) entries; a vector's has N(0, 1) coordinates (Sarkar et al., 2025)."""
+
+    def draw(key: jax.Array, x: jax.Array) -> Any:
+        if x.ndim != 2:
+            return jax.random.normal(key, x.shape, x.dtype)
+        factors = jax.random.normal(key, (rank, sum(x.shape)), x.dtype)
+        return LowRank(factors[:, : x.shape[0]], factors[:, x.shape[0] :] / jnp.sqrt(rank))
+
+    return _independent(draw)
 
 
 def _flipout(key: jax.Array, j: jax.Array | int, x: jax.Array) -> Any:

@@ -63,13 +63,13 @@ def run(config: Config, workdir: Workdir) -> dict[str, Any]:
         else:
             # The clusters need no seed: what is wrong with them shows before days of training.
             with _timed(workdir, "cluster"):
-                router, assignment = _cluster(this)
+                router, shards = _cluster(this)
             with _timed(workdir, "seed"):
                 seed = _train_seed(this)
             with _timed(workdir, "experts"):
-                experts, validation = _train_experts(this, seed, router, assignment)
+                experts, validation = _train_experts(this, seed, router, shards)
             with _timed(workdir, "evaluate"), activity("evaluate: scoring the test texts"):
-                trained = summary.Trained(config, seed, experts, router, assignment, validation)
+                trained = summary.Trained(config, seed, experts, router, shards, validation)
                 test = summary.drawn_windows(this.test, config.evaluation, this.screened)
                 scores = summary.scores(trained, this.train, test, this.screened)
             write_json(workdir.summary, scores | summary.compute(config, read_json(workdir.stages)))
@@ -171,8 +171,8 @@ def _train_seed(this: _Run) -> model.Params:
     return state.params
 
 
-def _cluster(this: _Run) -> tuple[Router, np.ndarray]:
-    """The router, fitted on a sample of chunks, and the expert of every chunk."""
+def _cluster(this: _Run) -> tuple[Router, list[np.ndarray]]:
+    """The router, fitted on a sample of chunks, and the chunks of every expert."""
     config, workdir, data = this.config, this.workdir, this.train
     if not (workdir.router / "router.json").exists():
         console.print(f"cluster: {data.n_chunks} chunks into {config.experts}")
@@ -206,20 +206,33 @@ def _cluster(this: _Run) -> tuple[Router, np.ndarray]:
             f"the shard of expert {sizes.argmin()} has {sizes.min()} chunks, and needs one to "
             "train on and one to validate: use fewer experts or a larger corpus"
         )
-    return router, assignment
+    return router, _shards(config, assignment)
+
+
+def _shards(config: Config, assignment: np.ndarray) -> list[np.ndarray]:
+    """The chunks of every expert: its cluster's, or a control's (paper, section 5: ablations)."""
+    if config.cluster.shards == "iid":
+        return [np.arange(len(assignment))] * config.experts
+    if config.cluster.shards == "random":  # disjoint, and of the clusters' sizes
+        seed = randomness.integer(config.random_seed, "random shards")
+        assignment = np.random.default_rng(seed).permutation(assignment)
+    return [np.flatnonzero(assignment == i) for i in range(config.experts)]
 
 
 def _train_experts(
-    this: _Run, seed: model.Params, router: Router, assignment: np.ndarray
+    this: _Run, seed: model.Params, router: Router, shards: list[np.ndarray]
 ) -> tuple[list[model.Params], list[np.ndarray]]:
     """Branch, each expert a copy of the seed, and train each alone on its shard.
 
     Returns the experts and their validation windows.
     """
-    trainees = []
-    for i in range(this.config.experts):
-        chunks, directory = np.flatnonzero(assignment == i), this.workdir.expert(i)
-        trainees.append(_trainee(this, this.config.expert, "expert", i, directory, seed, chunks))
+    config, trainees = this.config, []
+    for i, chunks in enumerate(shards):
+        start = seed
+        if not config.warm_start:
+            start = model.init(randomness.key(config.random_seed, "init", i), config.expert_shape)
+        directory = this.workdir.expert(i)
+        trainees.append(_trainee(this, config.expert, "expert", i, directory, start, chunks))
     states = _train(this, "experts", trainees, this.config.expert, router)
     return [s.params for s in states], [t.validation for t in trainees]
 

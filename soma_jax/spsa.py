@@ -24,6 +24,7 @@ class SPSAState(NamedTuple):
     """State of `spsa`."""
 
     loss: jax.Array  # float32 []: mean loss over the last update's 2 n_pert perturbed forwards
+    deviation: jax.Array  # float32 []: standard deviation of the 2 n_pert losses
 
 
 def _add_scaled(params: PyTree, scale: jax.Array | float, direction: PyTree) -> PyTree:
@@ -89,7 +90,7 @@ def spsa(
 
     def init(params: PyTree) -> SPSAState:
         del params
-        return SPSAState(loss=jnp.zeros((), jnp.float32))
+        return SPSAState(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
     def update(
         updates: PyTree,
@@ -117,33 +118,38 @@ def spsa(
         first = 0 if axis_name is None else lax.axis_index(axis_name) * mine
 
         def probe(j: jax.Array, batch_j: Any) -> tuple[PyTree, jax.Array, jax.Array]:
-            """Direction j, its finite difference and its mean loss."""
+            """Direction j, half the difference of its two losses, and their mean."""
             z = law(key, j, params)
             losses = jax.vmap(lambda sign: value_fn(_add_scaled(params, sign * eps, z), batch_j))(
                 jnp.array([1.0, -1.0])
             )
             losses = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
-            return z, (losses[0] - losses[1]).mean() / (2 * eps), losses.mean()
+            return z, (losses[0] - losses[1]).mean() / 2, losses.mean()
 
-        def add_chunk(total, xs):
+        def add_chunk(estimate, xs):
             js, batches = xs
-            z, difference, loss = jax.vmap(probe, in_axes=(0, 0 if own_batch else None))(
+            z, half, mean = jax.vmap(probe, in_axes=(0, 0 if own_batch else None))(
                 js, batches if own_batch else batch
             )
-            estimate = jax.tree.map(lambda g, z: g + _weighted_sum(difference, z), total[0], z)
-            return (estimate, total[1] + loss.sum().astype(jnp.float32)), None
+            estimate = jax.tree.map(lambda g, z: g + _weighted_sum(half / eps, z), estimate, z)
+            return estimate, (half, mean)
 
         # Chunks of equal size: the largest divisor of our share that is at most `chunk`.
         size = max(c for c in range(1, min(chunk, mine) + 1) if mine % c == 0)
         split = lambda x: x.reshape(mine // size, size, *x.shape[1:])  # noqa: E731
         xs = (split(first + jnp.arange(mine)), jax.tree.map(split, batch) if own_batch else None)
-        zero = (jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32))
+        zero = jax.tree.map(jnp.zeros_like, params)
         if axis_name is not None:  # what is summed differs from device to device
             zero = jax.tree.map(lambda x: lax.pcast(x, axis_name, to="varying"), zero)
-        total, _ = lax.scan(add_chunk, zero, xs)
+        total, losses = lax.scan(add_chunk, zero, xs)
+        losses = [x.astype(jnp.float32).reshape(mine) for x in losses]
         if axis_name is not None:
-            total = lax.psum(total, axis_name)
-        estimate, loss = jax.tree.map(lambda x: x / n_pert, total)
-        return estimate, SPSAState(loss=loss)
+            # Each device's losses at their place among all, so that one sum joins everything.
+            losses = [jnp.zeros(n_pert).at[first + jnp.arange(mine)].set(x) for x in losses]
+            total, losses = lax.psum((total, losses), axis_name)
+        half, mean = losses
+        loss = mean.mean()
+        deviation = jnp.sqrt(jnp.square(half).mean() + jnp.square(mean - loss).mean())
+        return jax.tree.map(lambda x: x / n_pert, total), SPSAState(loss, deviation)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -31,7 +31,7 @@ class Trained:
     seed: model.Params
     experts: Sequence[model.Params]
     router: Router
-    assignment: np.ndarray  # int32 [chunks]: the expert of each training chunk
+    shards: Sequence[np.ndarray]  # the training chunks of each expert
     validation: Sequence[np.ndarray]  # each expert's own validation windows, uint8 [W, T + 1]
 
 
@@ -112,10 +112,9 @@ def _shards(trained: Trained, train: Store) -> list[dict[str, Any]]:
     losses = jax.jit(lambda params, some: model.sequence_losses(params, some).mean())
     terms = trained.router.top_terms(10)
     result = []
-    for index, (expert, held_out) in enumerate(
-        zip(trained.experts, trained.validation, strict=True)
+    for index, (expert, held_out, chunks) in enumerate(
+        zip(trained.experts, trained.validation, trained.shards, strict=True)
     ):
-        chunks = np.flatnonzero(trained.assignment == index)
         result.append(
             {
                 "chunks": len(chunks),

@@ -79,16 +79,16 @@ def trainee(
         length=length,
         seed=randomness.integer(random_seed, f"{kind} split", index),
     )
+    batch = stage.windows_per_update
+    if stage.carry:
+        stream = pipeline.streams(store, train, length=length, batch=batch)
+    else:
+        seed = randomness.integer(random_seed, f"{kind} windows", index)
+        stream = pipeline.shard_windows(store, train, length=length, batch=batch, seed=seed)
     return Trainee(
         directory=directory,
         start=expert.init_state(params, stage),
-        stream=pipeline.shard_windows(
-            store,
-            train,
-            length=length,
-            batch=stage.windows_per_update,
-            seed=randomness.integer(random_seed, f"{kind} windows", index),
-        ),
+        stream=stream,
         validation=pipeline.validation_windows(
             store, validation, length=length, count=stage.validation_windows
         ),

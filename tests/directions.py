@@ -1,18 +1,19 @@
 """What tests of directions share."""
 
 import jax
+import jax.numpy as jnp
 
 from soma_jax import probes
 
 
 def structured(z) -> bool:
-    return isinstance(z, probes.RankOne | probes.Flipout)
+    return isinstance(z, probes.LowRank | probes.Flipout)
 
 
 def as_matrix(z):
     """What a direction of a leaf stands for, from its parts alone."""
-    if isinstance(z, probes.RankOne):
-        return z.column[:, None] * z.row
+    if isinstance(z, probes.LowRank):
+        return jnp.einsum("rm,rn->mn", z.columns, z.rows, precision="highest")
     return z.base * as_matrix(z.signs) if isinstance(z, probes.Flipout) else z
 
 

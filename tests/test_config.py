@@ -99,6 +99,16 @@ def test_a_whole_number_is_a_float_where_a_float_is_meant():
         ("expert.whitening", 0.1, "config.expert.head_sequences"),
         ("expert.probe", "cauchy", "one of sparse, dense"),
         ("expert.head_sequences", 65, "reads only 64 windows"),
+        ("expert.estimator", "adjoint", "one of spsa, eggroll, backprop"),
+        ("expert.estimator", "backprop", "config.expert.n_pert=1"),
+        ("seed.parameters", "head", "one of body, all"),
+        ("seed.parameters", "all", "config.seed.head_sequences=0"),
+        ("expert.optimizer", "adamw", "one of adam, sgd"),
+        ("expert.rank", 2, "config.expert.estimator=eggroll"),
+        ("expert.share", 2, "config.expert.own_batch=True"),
+        ("model.recurrence", "rnn", "one of lstm, gru"),
+        ("cluster.shards", "all", "one of semantic, random, iid"),
+        ("warm_start", False, "config.seed.updates=0"),
         ("expert.patience", 75, "multiple of config.expert.validate_every"),
         ("expert.eps", 9e-7, "float32"),
         ("seed.decay_to", 1.5, "at most 1"),
@@ -190,7 +200,7 @@ def test_every_config_file_resolves_and_names_its_own_command(path):
     config = resolve(runpy.run_path(str(path))["get_config"]())
     relative = path.relative_to(path.parents[2 if path.parent.name == "paper" else 1])
     assert f"--config={relative}" in path.read_text(encoding="utf-8")
-    if path.parent.name == "paper":
+    if path.stem.startswith("soma_") and path.parent.name == "paper":
         stages = (config.seed, config.expert)
         assert {(s.n_pert, s.sequences, s.window, s.own_batch) for s in stages} == {
             (64, 64, 1024, False)

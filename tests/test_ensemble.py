@@ -16,6 +16,11 @@ SHAPE = model.ExpertConfig(width=4, blocks=1, embedding=4)
 STAGE = Stage(updates=9, n_pert=4, sequences=2, window=4, head_sequences=2, eps=0.1, whitening=0.1)
 OWN = dataclasses.replace(STAGE, n_pert=2, own_batch=True, probe="rank_one")
 FROZEN = dataclasses.replace(OWN, head_sequences=0, whitening=0.0, probe="sparse")
+# Directions 0 and 1 see the first stream, 2 and 3 the second; E is perturbed, too.
+EGGROLL = dataclasses.replace(
+    FROZEN, estimator="eggroll", parameters="all", n_pert=4, share=2, carry=True, rank=2
+)
+BPTT = dataclasses.replace(STAGE, estimator="backprop", n_pert=1, whitening=0.0)
 UPDATES = 3
 
 
@@ -93,7 +98,10 @@ def flat(tree) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("experts", "devices", "stage"),
-    [(4, 1, STAGE), (4, 2, STAGE), (4, 4, STAGE), (3, 2, STAGE), (1, 2, OWN), (1, 2, FROZEN)],
+    [
+        *((4, 1, STAGE), (4, 2, STAGE), (4, 4, STAGE), (3, 2, STAGE), (1, 2, OWN), (1, 2, FROZEN)),
+        *((2, 2, EGGROLL), (1, 2, EGGROLL), (1, 4, EGGROLL), (2, 4, BPTT)),
+    ],
 )
 def test_an_expert_is_alone_wherever_it_is_placed(experts, devices, stage):
     """FSO on 1, 2 and 4 devices, DDPP on 2 (shared batch; own batches and E frozen), and alone."""
@@ -130,6 +138,8 @@ def test_fso_communicates_nothing_and_ddpp_sums_alone():
     assert collectives(compiled(4, 2, STAGE)[1]) == []
     # One of what the unperturbed forward gives, one of the estimate: several could deadlock.
     assert collectives(compiled(3, 2, STAGE)[1]) == ["all-reduce"] * 2
+    assert collectives(compiled(1, 2, EGGROLL)[1]) == ["all-reduce"]
+    assert collectives(compiled(2, 4, BPTT)[1]) == []
 
 
 def test_validation_is_each_experts_own():

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from soma_jax import expert, model, probes, randomness
@@ -269,7 +270,7 @@ def test_a_whitened_update_is_the_formulas_step():
     for j in range(3):
         z = probes.LAWS["rank_one"](jax.random.fold_in(KEY, 0), j, body)
         z = jax.tree.map(
-            lambda p, z, s: s @ np.outer(z.column, z.row) if s.ndim else np.asarray(z),
+            lambda p, z, s: s @ np.outer(z.columns, z.rows) if s.ndim else np.asarray(z),
             body, z, factors,
         )  # fmt: skip
         moved = [
@@ -283,3 +284,68 @@ def test_a_whitened_update_is_the_formulas_step():
         step = -1e-2 * g / np.sqrt(np.square(g).mean())
         np.testing.assert_allclose(new - old, step, atol=2e-4)
         assert np.abs(step).max() > 5e-3
+
+
+# Other estimators, and E among what they estimate
+
+
+def test_directions_that_share_windows_see_them_in_turn():
+    stage = dataclasses.replace(STAGE, n_pert=4, own_batch=True, share=2, carry=True)
+    assert stage.windows_per_update == 4
+    drawn = np.stack([windows(i, 4) for i in range(2)])  # two experts
+    batch = expert.split_batch(drawn, stage)
+    assert batch.probes.shape == (2, 4, 2, 5)
+    for j in range(4):
+        np.testing.assert_array_equal(batch.probes[:, j], drawn[:, j // 2 * 2 : j // 2 * 2 + 2])
+    np.testing.assert_array_equal(batch.streams, drawn)
+
+
+def test_backprop_of_all_parameters_is_adam_on_the_exact_gradient():
+    stage = dataclasses.replace(STAGE, estimator="backprop", parameters="all", n_pert=1)
+    state, loss = train(stage, updates=2)
+    params, tx = seed_params(), optax.chain(optax.add_decayed_weights(1e-4), optax.adam(1e-2))
+    optimizer = tx.init(params)
+    for i in range(2):
+        mean = lambda p, i=i: model.sequence_losses(p, windows(i)).mean()  # noqa: E731
+        expected_loss, gradient = jax.value_and_grad(mean)(params)
+        step, optimizer = tx.update(gradient, optimizer, params)
+        params = optax.apply_updates(params, step)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    np.testing.assert_allclose(flat(state.params), flat(params), atol=1e-6)
+    moved = np.abs(state.params["head"] - seed_params()["head"]).max(1)
+    # E learns by both its paths: also the bytes that are only read.
+    read = np.setdiff1d(windows(0)[:, :-1], windows(0)[:, 1:])
+    assert (moved[read] > 1e-3).all()
+
+
+def test_sgd_is_the_estimate_times_the_rate():
+    stage = dataclasses.replace(STAGE, estimator="backprop", n_pert=1, optimizer="sgd")
+    stage = dataclasses.replace(stage, weight_decay=0.0)
+    state, _ = train(stage)
+    loss = lambda body: model.sequence_losses(  # noqa: E731
+        {"head": seed_params()["head"], "body": body}, windows()
+    ).mean()
+    expected = jax.tree.map(
+        lambda p, g: p - 1e-2 * g, seed_params()["body"], jax.grad(loss)(seed_params()["body"])
+    )
+    np.testing.assert_allclose(flat(state.params["body"]), flat(expected), atol=1e-6)
+    assert_bits_equal(state.params["head"], seed_params()["head"])
+
+
+@pytest.mark.parametrize("own_batch", [False, True])
+def test_streams_go_on_from_the_state_of_the_unperturbed_expert(own_batch):
+    """A first update whose rate is 0, then one whose losses are those of the two windows joined."""
+    stage = dataclasses.replace(
+        STAGE, n_pert=2, own_batch=own_batch, carry=True, learning_rate=0.0, eps=1e-4
+    )
+    count = stage.windows_per_update
+    both = np.random.default_rng(0).integers(256, size=(count, 9), dtype=np.uint8)
+    state = start(stage)
+    for piece in (both[:, :5], both[:, 4:]):
+        state, loss = updater(stage)(state, expert.split_batch(piece, stage), KEY)
+    whole = np.asarray(model.byte_losses(seed_params(), both))
+    assert float(loss) == pytest.approx(whole[:, 4:].mean(), abs=1e-5)
+    fresh = np.asarray(model.byte_losses(seed_params(), both[:, 4:])).mean()
+    assert abs(fresh - whole[:, 4:].mean()) > 1e-4  # so that a forgotten state would show
+    _, expected = model.features(seed_params(), both[:, :-1].astype(np.int32))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), state.carried, expected)

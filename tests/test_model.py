@@ -14,6 +14,7 @@ from soma_jax import model, probes
 from soma_jax.model import ExpertConfig
 
 TINY = ExpertConfig(width=8, blocks=2, embedding=6)  # 6 != 8: with projections
+GRU = ExpertConfig(width=8, blocks=3, embedding=6, recurrence="gru", tied=False)
 apply, byte_losses = jax.jit(model.apply), jax.jit(model.byte_losses, static_argnums=2)
 
 
@@ -43,12 +44,16 @@ def to_float64(params: model.Params) -> model.Params:
 # Size
 
 
+@pytest.mark.parametrize("recurrence", ["lstm", "gru"])
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     ("width", "blocks", "embedding"), [(32, 2, 32), (4, 1, 4), (5, 3, 2), (3, 2, 7), (48, 2, 32)]
 )
-def test_parameter_formulas_count_the_leaves(width, blocks, embedding):
-    config = ExpertConfig(width, blocks, embedding)
+def test_parameter_formulas_count_the_leaves(width, blocks, embedding, recurrence, tied):
+    config = ExpertConfig(width, blocks, embedding, recurrence, tied)
     params = shapes(config)
+    matrices = [x for x in jax.tree.leaves(params["body"]) if x.ndim == 2 and x.shape[0] != 256]
+    assert sum(x.size for x in matrices) == config.matrix_parameters
     assert sum(x.size for x in jax.tree.leaves(params["body"])) == config.body_parameters
     assert params["head"].shape == (256, embedding)
     assert params["head"].size == config.head_parameters
@@ -73,6 +78,11 @@ def test_ensembles_have_the_papers_sizes(experts, width, heads, total):
     config = ExpertConfig(width=width)
     parameters = experts * config.body_parameters + heads * config.head_parameters
     assert f"{parameters / 1e6:.2f}M" == total
+
+
+def test_the_gru_control_has_the_papers_size():
+    shape = ExpertConfig(width=339, blocks=6, embedding=339, recurrence="gru", tied=False)
+    assert f"{(shape.body_parameters + shape.head_parameters) / 1e6:.2f}M" == "8.46M"
 
 
 def test_matrices_start_with_variance_one_over_fan_in_and_gains_at_one():
@@ -187,6 +197,44 @@ def test_losses_equal_a_loop_in_float64():
     np.testing.assert_allclose(model.sequence_losses(params, windows), expected.mean(1), rtol=1e-5)
 
 
+def test_the_gru_controls_losses_equal_a_loop_in_float64():
+    params, windows = random_expert(GRU), random_bytes(2, 6)
+    exact = to_float64(params)
+    body, head = exact["body"], exact["head"]
+    sigmoid = lambda v: 1 / (1 + np.exp(-v))  # noqa: E731
+
+    def norm(v, gain):
+        return (v - v.mean()) / np.sqrt(v.var() + 1e-5) * gain
+
+    expected = np.zeros((2, 5))
+    for b, window in enumerate(windows):
+        state = [np.zeros(8)] * 3
+        for t, (byte, target) in enumerate(itertools.pairwise(window)):
+            x = body["embedding"][byte] @ body["input_projection"]
+            for i, block in enumerate(body["blocks"]):
+                of_gate, of_candidate = np.split(
+                    norm(x, block["gru_gain"]) @ block["gru_input"] + block["gru_bias"], 2
+                )
+                f = sigmoid(of_gate + state[i] @ block["gru_forget"])
+                candidate = np.tanh(of_candidate + (f * state[i]) @ block["gru_candidate"])
+                state[i] = (1 - f) * state[i] + f * candidate
+                x = x + state[i]
+                hidden = norm(x, block["mlp_gain"]) @ block["mlp_in"]
+                x = x + np.maximum(hidden, 0) @ block["mlp_out"]
+            logits = head @ (norm(x, body["final_gain"]) @ body["output_projection"])
+            expected[b, t] = np.log(np.exp(logits).sum()) - logits[target]
+    np.testing.assert_allclose(byte_losses(params, windows), expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [0, 2])
+def test_windows_go_on_from_a_given_state(block):
+    params, windows = random_expert(GRU), random_bytes(2, 9)
+    whole = byte_losses(params, windows)
+    _, state = model.features(params, windows[:, :4].astype(np.int32))
+    rest = model.byte_losses(params, windows[:, 4:], block, state)
+    np.testing.assert_allclose(rest, whole[:, 4:], rtol=1e-5, atol=1e-5)
+
+
 @settings(deadline=None, max_examples=20)
 @given(st.binary(min_size=14, max_size=14))
 def test_a_zeroed_final_gain_scores_ln_256_on_any_bytes(data):
@@ -196,9 +244,10 @@ def test_a_zeroed_final_gain_scores_ln_256_on_any_bytes(data):
     np.testing.assert_allclose(byte_losses(params, windows), math.log(256), rtol=2e-7)
 
 
+@pytest.mark.parametrize("config", [TINY, GRU], ids=["lstm", "gru"])
 @pytest.mark.parametrize("cuts", [[1], [3, 4], [2, 4, 6]])
-def test_carrying_the_state_over_pieces_equals_one_pass(cuts):
-    params, ids = random_expert(TINY), random_bytes(2, 8)
+def test_carrying_the_state_over_pieces_equals_one_pass(cuts, config):
+    params, ids = random_expert(config), random_bytes(2, 8)
     whole, last = apply(params, ids)
     state, pieces = None, []
     for piece in np.split(ids, cuts, axis=1):

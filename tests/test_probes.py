@@ -155,6 +155,22 @@ def test_a_structured_direction_acts_as_the_matrix_it_stands_for(name):
             )
 
 
+@pytest.mark.parametrize("name", ["rank_one", "flipout", "gaussian of rank 3"])
+def test_a_structured_direction_has_the_rows_and_the_transpose_of_its_matrix(name):
+    law = probes.LAWS.get(name, probes.low_rank_gaussian(3))
+    p = np.random.default_rng(0).normal(size=(7, 11)).astype(np.float32)
+    z = law(jax.random.key(0), 3, p)
+    moved, matrix = p + 0.3 * z, p + 0.3 * np.asarray(dense(z))
+    rows, x = jnp.array([[3, 0], [6, 3]]), np.ones((2, 11), np.float32)
+    np.testing.assert_allclose(moved[rows], matrix[rows], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(x @ moved.T, x @ matrix.T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jnp.ones((2, 7)) @ moved, np.ones((2, 7)) @ matrix, rtol=1e-5)
+    weights = jnp.array([0.5, -2.0])
+    some = jax.vmap(lambda j: law(jax.random.key(0), j, p))(jnp.arange(2))
+    expected = sum(w * dense(law(jax.random.key(0), j, p)) for j, w in enumerate(weights))
+    np.testing.assert_allclose(some.weighted_sum(weights), expected, rtol=1e-5, atol=1e-5)
+
+
 @STRUCTURED
 def test_a_weighted_sum_is_the_sum_of_the_matrices(name):
     weights = np.random.default_rng(0).normal(size=5).astype(np.float32)

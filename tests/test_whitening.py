@@ -60,7 +60,7 @@ def test_whitened_directions_are_the_laws_times_the_factor(name):
         probes.LAWS[name],
         jax.random.key(3),
     )
-    is_leaf = lambda x: isinstance(x, probes.RankOne)  # noqa: E731
+    is_leaf = lambda x: isinstance(x, probes.LowRank)  # noqa: E731
     before = jax.tree.leaves(law(key, 2, params["body"]), is_leaf=is_leaf)
     after = jax.tree.leaves(
         whitening.whitened(law, factors)(key, 2, params["body"]), is_leaf=is_leaf

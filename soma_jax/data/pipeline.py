@@ -77,6 +77,42 @@ def shard_windows(
     return steps.map(visit).random_map(draw, seed=start_seed)
 
 
+def streams(store: Store, chunk_ids: np.ndarray, *, length: int, batch: int) -> grain.MapDataset:
+    """An endless dataset of `batch` streams, `ds[step]`: uint8 [batch, length].
+
+    The shard's bytes, in order, are cut into `batch` equal parts. Each stream reads its part
+    from the start, length - 1 bytes further at each step, and starts again at the end.
+
+    Args:
+      store: the chunk store.
+      chunk_ids: the shard, integers [chunks].
+      length: bytes in a window (T + 1 for T predictions).
+      batch: streams.
+
+    Raises:
+      SomaError: a part is shorter than a window.
+    """
+    chunk_ids = np.sort(chunk_ids)
+    ends = np.cumsum(store.chunk_sizes(chunk_ids))
+    part = int(ends[-1]) // batch
+    if part < length:
+        raise SomaError(
+            f"{store.directory}: {batch} streams of a shard of {ends[-1]} bytes have {part} bytes "
+            f"each, fewer than a window of {length}. Use fewer streams or a larger corpus"
+        )
+    windows_in_part = (part - 1) // (length - 1)
+    # Of a chunk's bytes: where they are in the store, less where they are in the shard.
+    offsets = store.chunks[chunk_ids] - (ends - store.chunk_sizes(chunk_ids))
+
+    def read(step: int) -> np.ndarray:
+        within = step % windows_in_part * (length - 1) + np.arange(length)
+        place = part * np.arange(batch)[:, None] + within  # among the shard's bytes
+        chunk = np.searchsorted(ends, place, side="right")
+        return store.bytes_[offsets[chunk] + place]
+
+    return grain.MapDataset.range(sys.maxsize).map(read)
+
+
 def place(starts: np.ndarray, store: Store, length: int) -> np.ndarray:
     """Moves window starts, int64 [n], back so that each window ends within its document; a window
     of a shorter document starts with it, or ends with the store."""

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from soma_jax.data.pipeline import place, shard_windows, split_shard, validation_windows
+from soma_jax.data.pipeline import (
+    place,
+    shard_windows,
+    split_shard,
+    streams,
+    validation_windows,
+)
 from soma_jax.data.store import build_store
 from soma_jax.errors import SomaError
 
@@ -244,3 +250,23 @@ def test_validation_windows_tile_their_chunks_and_repeat(tmp_path):
     # Windows of 5 bytes predict 4: two in a chunk of 8, then the first again.
     assert found[:, 0].tolist() == [16, 20, 0, 4, 16]
     assert (np.diff(found.astype(int), axis=1) == 1).all()
+
+
+# Streams
+
+
+def test_each_stream_reads_its_part_of_the_shard_on_and_on(store):
+    shard = np.array([7, 2, 20, 3])  # out of order, with a gap
+    text = b"".join(store.chunk(i) for i in sorted(shard))
+    ds = streams(store, shard, length=5, batch=2)  # 16 bytes each: 3 windows of 4 + 1
+    for step in range(7):
+        start = step % 3 * 4
+        expected = [text[start : start + 5], text[16 + start : 16 + start + 5]]
+        assert [window.tobytes() for window in ds[step]] == expected
+        assert ds[step].dtype == np.uint8
+
+
+def test_streams_shorter_than_a_window_are_refused(store):
+    with pytest.raises(SomaError, match=r"2 streams of a shard of 8 bytes have 4 bytes each"):
+        streams(store, np.array([3]), length=5, batch=2)
+    assert len(streams(store, np.array([3]), length=4, batch=2)[9]) == 2
