@@ -6,6 +6,7 @@ Prints byte-forwards per second, the arithmetic rate they amount to, the machine
 matmul peak measured in the same process on the same devices, and their ratio: medians.
 """
 
+import dataclasses
 import json
 import resource
 import time
@@ -17,8 +18,7 @@ from absl import flags
 from threadpoolctl import threadpool_limits
 from timing import matmul_peak, median_seconds
 
-from soma_jax import cli, ensemble, expert, model, probes, randomness
-from soma_jax.config import Stage
+from soma_jax import cli, config, ensemble, expert, model, probes, randomness
 
 flags.DEFINE_integer("experts", 1, "experts trained side by side", 1)
 flags.DEFINE_integer("width", 32, "d", 1)
@@ -38,14 +38,9 @@ flags.DEFINE_bool("json", False, "print one line of JSON")
 def main() -> None:
     f = flags.FLAGS
     cli.use_host_devices(f.host_devices)
-    stage = Stage(
-        n_pert=f.n_pert,
-        probe=f.probe,
-        sequences=f.sequences,
-        own_batch=f.own_batch,
-        whitening=f.whitening,
-        window=f.window,
-        head_sequences=f.head_sequences,
+    fields = "n_pert probe sequences own_batch whitening window head_sequences".split()
+    stage = config.stage(
+        dataclasses.asdict(config.Stage()) | {name: f[name].value for name in fields}, "flags"
     )
     shape = model.ExpertConfig(width=f.width)
     mesh = ensemble.make_mesh(f.experts, stage)

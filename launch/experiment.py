@@ -2,7 +2,7 @@
 
 It writes a table (Markdown and CSV), figures and result.json into its workdir. Stopped at any
 moment, the same command goes on. Its settings are configs/experiments/NAME.py; any of them can be
-overridden, as in `--config.byte_forwards=2e6`.
+overridden, as in `--config.byte_forwards=2e6`. `--size=paper` is the paper's size.
 """
 
 import importlib
@@ -11,6 +11,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import jax
 from absl import flags
 from ml_collections import config_flags
 
@@ -21,13 +22,16 @@ CONFIGS = Path(__file__).parent.parent / "configs" / "experiments"
 
 
 def _config_of(argv: list[str]) -> str:
-    """The config file of the experiment that a command line names: flags are defined before they
-    are parsed, and a config's default must be known then."""
-    named = re.findall(r" --?experiment[= ](\w+)", " ".join(argv))
-    return str(CONFIGS / f"{(named or experiments.NAMES)[-1]}.py")
+    """The config file of the experiment that a command line names, and its argument: flags are
+    defined before they are parsed, and a config's default must be known then."""
+    line = " ".join(argv)
+    named = re.findall(r" --?experiment[= ](\w+)", line)
+    size = re.findall(r" --?size[= ](\w+)", line)
+    return f"{CONFIGS / (named or experiments.NAMES)[-1]}.py:{(size or ['cpu'])[-1]}"
 
 
 _EXPERIMENT = flags.DEFINE_enum("experiment", None, experiments.NAMES, "which", required=True)
+flags.DEFINE_enum("size", "cpu", ["cpu", "paper"], "of the experiment's own config")
 _CONFIG = config_flags.DEFINE_config_file(
     "config", _config_of(sys.argv), "the experiment's settings [configs/experiments/NAME.py]"
 )
@@ -46,6 +50,9 @@ def main() -> None:
     command = re.sub(r" --?workdir[= ]('[^']*'|\S+)", "", line)
     workdir = Workdir(path)
     with workdir.lock():
+        # Runs that differ in their random seed alone are one program: it is compiled once.
+        if jax.config.jax_compilation_cache_dir is None:
+            jax.config.update("jax_compilation_cache_dir", str(workdir.path / "compiled"))
         experiment.run(settings, workdir.path, command)
 
 

@@ -173,7 +173,7 @@ def resolve(config: ml_collections.ConfigDict) -> Config:
         if stage.whitening and resolved.model.recurrence != "lstm":
             raise SomaError(f"config.{name}.whitening needs config.model.recurrence=lstm")
     if not resolved.warm_start and resolved.seed.updates:
-        raise SomaError("config.warm_start=False makes no use of a seed: set config.seed.updates=0")
+        raise SomaError("config.warm_start is False, so no seed is used: set config.seed.updates=0")
     if resolved.run.tensorboard and not importlib.util.find_spec("tensorboardX"):
         raise SomaError('config.run.tensorboard needs: pip install "soma_jax[tensorboard]"')
     return resolved
@@ -248,18 +248,18 @@ def _check_stage(path: str, stage: Stage) -> None:
         raise SomaError(f"{path}.rank is of {path}.estimator=eggroll")
     if stage.estimator == "backprop" and (stage.n_pert > 1 or stage.own_batch):
         raise SomaError(
-            f"{path}.estimator=backprop has no directions: set {path}.n_pert=1 and "
+            f"{path}.estimator is backprop, which has no directions: set {path}.n_pert=1 and "
             f"{path}.own_batch=False"
         )
     if stage.share > 1 and (not stage.own_batch or stage.n_pert % stage.share):
         raise SomaError(
-            f"{path}.share={stage.share} divides the directions of {path}.own_batch=True into "
-            f"groups: it must divide {path}.n_pert={stage.n_pert}"
+            f"{path}.share is {stage.share}, the size of groups of directions: it needs "
+            f"{path}.own_batch=True and must divide {path}.n_pert={stage.n_pert}"
         )
     if stage.parameters == "all" and stage.head_sequences:
         raise SomaError(
-            f"{path}.parameters=all trains E by the estimator: set {path}.head_sequences=0, which "
-            "leaves out the delta rule"
+            f"{path}.parameters is all, so the estimator trains E: set {path}.head_sequences=0, "
+            "which leaves out the delta rule"
         )
     if stage.head_sequences > stage.windows_per_update:
         raise SomaError(

@@ -73,12 +73,13 @@ def _routed(experts: Sequence[model.Params], ids: np.ndarray, routes: np.ndarray
     result = np.zeros((*routes.shape, ids.shape[1] - CONTEXT - 1), np.float32)
     for index, params in enumerate(experts):
         row, slot = np.nonzero(routes == index)
-        result[row, slot] = _target_log_probabilities(params, ids[row])
+        result[row, slot] = target_log_probabilities(params, ids[row])
     return result
 
 
-def _target_log_probabilities(params: model.Params, ids: np.ndarray) -> np.ndarray:
-    """Log-probabilities float32 [n, 768] of the targets at byte indices 257..1024."""
+def target_log_probabilities(params: model.Params, ids: np.ndarray) -> np.ndarray:
+    """Log-probabilities float32 [n, 768] of the targets at byte indices 257..1024 of windows
+    uint8 [n, 1025], under one expert."""
     rows = _ROWS * len(_devices())
     result = np.zeros((len(ids), ids.shape[1] - CONTEXT - 1), np.float32)
     for start in range(0, len(ids), rows):

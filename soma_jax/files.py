@@ -49,3 +49,24 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SomaError(f"cannot read {path}: {error}") from error
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one JSON object a line (metrics.jsonl, curve.jsonl).
+
+    Raises:
+      SomaError: a line that is not one, or a file that cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise SomaError(f"cannot read {path}: {error}") from error
+    result = []
+    for number, line in enumerate(lines, 1):
+        try:
+            result.append(json.loads(line))
+        except ValueError as error:
+            raise SomaError(
+                f"{path}:{number} is not JSON ({error}): remove the line to go on without it"
+            ) from error
+    return result

@@ -73,7 +73,7 @@ def init(key: jax.Array, config: ExpertConfig) -> Params:
     """Draws an expert: matrices N(0, 1/fan_in), LayerNorm gains 1 (the paper does not state it),
     biases 0, an embedding of its own N(0, 1)."""
     d, d_e = config.width, config.embedding
-    keys = iter(jax.random.split(key, 4 * config.blocks + 3))
+    keys = iter(jax.random.split(key, 5 * config.blocks + 4))
 
     def matrix(rows: int, columns: int) -> jax.Array:
         return jax.random.normal(next(keys), (rows, columns)) / jnp.sqrt(rows)

@@ -70,8 +70,9 @@ def run(config: Config, workdir: Workdir) -> dict[str, Any]:
                 experts, validation = _train_experts(this, seed, router, shards)
             with _timed(workdir, "evaluate"), activity("evaluate: scoring the test texts"):
                 trained = summary.Trained(config, seed, experts, router, shards, validation)
+                valid = summary.drawn_windows(this.valid, config.evaluation)
                 test = summary.drawn_windows(this.test, config.evaluation, this.screened)
-                scores = summary.scores(trained, this.train, test, this.screened)
+                scores = summary.scores(trained, this.train, valid, test, this.screened)
             write_json(workdir.summary, scores | summary.compute(config, read_json(workdir.stages)))
         report.show(workdir)
         return read_json(workdir.summary)

@@ -36,18 +36,27 @@ class Trained:
 
 
 def scores(
-    trained: Trained, train: Store, test: windows.Windows, screened: Sequence[int]
+    trained: Trained,
+    train: Store,
+    valid: windows.Windows,
+    test: windows.Windows,
+    screened: Sequence[int],
 ) -> dict[str, Any]:
     """Losses on the test texts and on each expert's own shard, in nats/byte.
 
     Args:
       trained: the models.
       train: the training corpus, for the n-grams.
+      valid: of the validation corpus, by which settings are chosen.
       test: of the test corpus, without what was screened out.
       screened: the test documents that are also training documents.
     """
     trigram = baselines.NGram.fit(train.documents())
-    result: dict[str, Any] = {"test": _text(trained, trigram, test)}
+    active = min(trained.config.active, len(trained.experts))
+    result: dict[str, Any] = {
+        "valid": evaluate.score(trained.experts, trained.router, valid, active).nats(active),
+        "test": _text(trained, trigram, test),
+    }
     result["test"]["documents_also_in_training"] = len(screened)
     if trained.config.evaluation.wikitext:
         (document,) = corpus.read_documents("wikitext103:test")

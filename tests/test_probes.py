@@ -161,7 +161,7 @@ def test_a_structured_direction_has_the_rows_and_the_transpose_of_its_matrix(nam
     p = np.random.default_rng(0).normal(size=(7, 11)).astype(np.float32)
     z = law(jax.random.key(0), 3, p)
     moved, matrix = p + 0.3 * z, p + 0.3 * np.asarray(dense(z))
-    rows, x = jnp.array([[3, 0], [6, 3]]), np.ones((2, 11), np.float32)
+    rows, x = jnp.array([[3, 0], [6, 3]]), jnp.ones((2, 11))
     np.testing.assert_allclose(moved[rows], matrix[rows], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(x @ moved.T, x @ matrix.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(jnp.ones((2, 7)) @ moved, np.ones((2, 7)) @ matrix, rtol=1e-5)

@@ -1,6 +1,6 @@
 """How to spend a budget of byte-forwards: shared batches or windows of a direction's own, and more.
 
-python launch/experiment.py --experiment=allocation
+python launch/experiment.py --experiment=allocation [--size=paper]
 
 Each row is one expert's settings (soma_jax/config.py, Stage) on top of `base`; all rows spend the
 same byte-forwards. `scratch` rows start from a drawn expert, `seed` rows from what `seed_row` has
@@ -12,9 +12,10 @@ import dataclasses
 import ml_collections
 
 from soma_jax.config import Data, Stage
+from soma_jax.experiments.runs import FINEWEB
 
 
-def get_config():
+def get_config(size="cpu"):
     paper = {"learning_rate": 2.5e-3, "eps": 2.5e-3}
     # The rate is the best of 2.5e-3, 5e-3, 1e-2 and 2e-2 on the validation text.
     high = {"learning_rate": 1e-2, "eps": 5e-3}
@@ -36,9 +37,9 @@ def get_config():
     }
     return ml_collections.ConfigDict(
         {
-            "byte_forwards": 26e6,  # of each run
+            "byte_forwards": 26e9 if size == "paper" else 26e6,  # of each run
             "random_seeds": (0, 1, 2),
-            "data": dataclasses.asdict(Data()),
+            "data": dataclasses.asdict(Data(**FINEWEB if size == "paper" else {})),
             "base": dataclasses.asdict(Stage(n_pert=64, window=128, validate_every=1000)),
             "scratch": scratch,
             "seed": seed,

@@ -4,8 +4,8 @@ python launch/main.py --config=configs/paper/mono_64.py \
     --config.data.train='fineweb-edu/train/*.parquet' --config.data.valid=... --config.data.test=...
 
 The paper: 30.0k updates in about 150 RTX 5090 GPU-hours; 2.00 nats/byte on its FineWeb-Edu test
-set and 2.254 on the WikiText-103 test text. --config.model.width=65 is a monolith of 144k
-parameters, to stand beside four experts of width 32.
+set and 2.254 on the WikiText-103 test text. --config.model.width=64 is a monolith of 144k
+parameters, to stand beside four experts of width 32 that share E.
 """
 
 from soma_jax.config import default_config

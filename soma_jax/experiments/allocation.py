@@ -14,9 +14,7 @@ Reverse mode is used to measure here, and nowhere to train.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
 import re
 import time
@@ -24,21 +22,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
-from soma_jax import evaluate, model, probes, randomness, recipe, summary, training
+from soma_jax import evaluate, model, randomness, recipe, summary, training
 from soma_jax.config import Data, Evaluation, Run, Stage, build, field, stage
-from soma_jax.data import pipeline, store, windows
+from soma_jax.data import store, windows
 from soma_jax.errors import SomaError
-from soma_jax.files import read_json, write_json, write_text
+from soma_jax.experiments import gradients, output
+from soma_jax.files import read_json, write_json
 from soma_jax.interrupt import Interruptions
 from soma_jax.progress import activity, console
 from soma_jax.report import figures, page
-from soma_jax.spsa import spsa
 from soma_jax.stats import t_interval
 
 _OBSERVATIONS = 12  # looks at the test loss in a run, for the figure
@@ -76,11 +71,7 @@ def resolve(config: ml_collections.ConfigDict) -> Settings:
     """
     values = config.to_dict()
     given: Given = build(Given, values, "config")
-    seeds = given.random_seeds
-    if not seeds or not all(isinstance(s, int) and 0 <= s < 2**32 for s in seeds):
-        raise SomaError(f"config.random_seeds must be numbers below 2**32, not {seeds!r}")
-    if len(set(seeds)) < len(seeds):
-        raise SomaError(f"config.random_seeds names one twice: {seeds!r}")
+    output.check_seeds(given.random_seeds)
     rows: dict[str, dict[str, Stage]] = {start: {} for start in STARTS}
     for start in STARTS:
         for name, overrides in values[start].items():
@@ -143,14 +134,9 @@ def run(settings: Settings, directory: Path, command: str) -> dict[str, Any]:
                     starts["seed"] = experts
         with activity("measuring the variance of the estimate"):
             variance = _variances(starts["seed"][0], corpus["train"], settings)
-    result = {
-        "command": command,
+    result = output.circumstances(command, given.random_seeds) | {
         "byte_forwards": given.byte_forwards,
-        "random_seeds": list(given.random_seeds),
         "test_windows": len(test),
-        "device": jax.devices()[0].device_kind,
-        "devices": len(jax.devices()),
-        "jax": jax.__version__,
         "seed_row": given.seed_row,
         "rows": results,
         "variance": variance,
@@ -242,64 +228,27 @@ def _row(
     }
 
 
-def predicted_variance(parameters: int, nu: float, n_pert: int, sequences: int, own: bool) -> float:
-    """Relative variance of SPSA with dense or structured signs (paper, section 6)."""
-    a = parameters - 1
-    if own:
-        return (a + (a + 1) * nu / sequences) / n_pert
-    return a / n_pert + nu / sequences + a * nu / (n_pert * sequences)
-
-
 def _variances(params: model.Params, corpus: store.Store, settings: Settings) -> dict[str, Any]:
     """Measured and predicted relative variance of estimates, on windows drawn from a fixed set."""
-    length, count = 129, settings.given.variance_windows
-    rng = np.random.default_rng(0)
-    starts = corpus.chunks[rng.integers(0, corpus.n_chunks, count)]
-    population = corpus.windows(pipeline.place(starts, corpus, length), length)
-    params = jax.tree.map(jnp.asarray, params)  # a restored expert is of numpy arrays
-    body, head = params["body"], params["head"]
-
-    def loss(body: Any, some: jax.Array) -> jax.Array:
-        return model.sequence_losses({"head": head, "body": body}, some, 32)
-
-    def flat(tree: Any) -> np.ndarray:
-        return np.asarray(ravel_pytree(tree)[0], np.float64)
-
-    gradient_of = jax.jit(jax.grad(lambda body, window: loss(body, window[None])[0]))
-    gradients = (flat(gradient_of(body, window)) for window in population)
-    squares, mean = 0.0, np.zeros(ravel_pytree(body)[0].size)
-    for g in gradients:
-        squares += float(g @ g) / count
-        mean += g / count
-    norm = float(mean @ mean)
-    nu = squares / norm - 1
+    given, rng = settings.given, np.random.default_rng(0)
+    drawn = gradients.draw_windows(
+        corpus, np.arange(corpus.n_chunks), given.variance_windows, 128, rng
+    )
+    exact = gradients.exact(params, drawn)
+    keys = [randomness.key(0, "variance", repeat) for repeat in range(given.variance_repeats)]
     rows = []
     for law, n_pert, sequences, own in _MEASURED:
-        tx = spsa(n_pert, 1e-3, law=probes.LAWS[law], own_batch=own, chunk=16)
-
-        @jax.jit
-        def estimate(key, batch, tx=tx):
-            return tx.update(None, None, body, value_fn=loss, key=key, batch=batch)[0]
-
-        errors = []
-        for repeat in range(settings.given.variance_repeats):
-            shape = (n_pert, sequences) if own else (sequences,)
-            batch = population[rng.integers(0, count, shape)]
-            error = flat(estimate(randomness.key(0, "variance", repeat), batch)) - mean
-            errors.append(float(error @ error) / norm)
-        interval = t_interval(errors)
-        rows.append(
-            {
-                "probe": law,
-                "n_pert": n_pert,
-                "sequences": sequences,
-                "own_batch": own,
-                "measured": float(interval.mean),
-                "interval": [float(interval.low), float(interval.high)],
-                "predicted": predicted_variance(mean.size, nu, n_pert, sequences, own),
-            }
-        )
-    return {"nu": nu, "window": length - 1, "parameters": mean.size, "norm": norm, "rows": rows}
+        shape = (n_pert, sequences) if own else (sequences,)
+        batches = [rng.integers(0, len(drawn), shape) for _ in keys]
+        stage = Stage(probe=law, n_pert=n_pert, sequences=sequences, own_batch=own, eps=1e-3)
+        rows.append(gradients.measure(exact, stage, keys, batches))
+    return {
+        "nu": exact.nu,
+        "window": drawn.shape[1] - 1,
+        "parameters": exact.gradient.size,
+        "norm": exact.squared_norm,
+        "rows": rows,
+    }
 
 
 # Equal byte-forwards (256 windows), but for the last, which shows the law of 1/n.
@@ -320,19 +269,17 @@ _FIELDS = ("n_pert", "sequences", "window", "own_batch", "probe", "learning_rate
 
 
 def _write(directory: Path, result: dict[str, Any]) -> None:
-    write_json(directory / "result.json", result)
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    columns = ["start", "name", "mean", "low", "high", "seconds", "byte_forwards"]
-    writer.writerow([*columns, *_FIELDS])
-    for row in result["rows"]:
-        low, high = row["interval"]
-        values = [row["start"], row["name"], row["mean"], low, high, row["seconds"]]
-        writer.writerow([*values, row["byte_forwards"], *(row["stage"][f] for f in _FIELDS)])
-    write_text(directory / "table.csv", lines.getvalue())
-    write_text(directory / "allocation.md", markdown(result))
-    figures.save(_curves(result), directory / "allocation.png")
-    console.print(f"[bold]{directory / 'allocation.md'}[/bold]")
+    columns = ["start", "name", "mean", "low", "high", "seconds", "byte_forwards", *_FIELDS]
+    rows = [
+        [
+            *(row["start"], row["name"], row["mean"], *row["interval"], row["seconds"]),
+            *(row["byte_forwards"], *(row["stage"][field] for field in _FIELDS)),
+        ]
+        for row in result["rows"]
+    ]
+    output.write(
+        directory, "allocation", result, markdown(result), (columns, rows), _curves(result)
+    )
 
 
 def markdown(result: dict[str, Any]) -> str:

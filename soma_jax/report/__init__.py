@@ -5,12 +5,10 @@ Everything is made from what the workdir holds, so a report can be made again at
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from soma_jax.errors import SomaError
-from soma_jax.files import read_json, write_text
+from soma_jax.files import read_json, read_json_lines, write_text
 from soma_jax.progress import console
 from soma_jax.report import figures, page
 from soma_jax.report.page import terminal_table
@@ -31,9 +29,12 @@ def write(workdir: Workdir) -> str:
     drawn = figures.draw(
         workdir.report,
         summary,
-        _json_lines(workdir.seed / "metrics.jsonl"),
-        [_json_lines(workdir.expert(i) / "metrics.jsonl") for i in range(len(summary["experts"]))],
-        _json_lines(workdir.curve) if workdir.curve.exists() else [],  # none without updates
+        read_json_lines(workdir.seed / "metrics.jsonl"),
+        [
+            read_json_lines(workdir.expert(i) / "metrics.jsonl")
+            for i in range(len(summary["experts"]))
+        ],
+        read_json_lines(workdir.curve) if workdir.curve.exists() else [],  # none without updates
     )
     text = page.markdown(summary, drawn)
     write_text(_page(workdir), text)  # last: where there is a page, its figures are there too
@@ -54,19 +55,3 @@ def show(workdir: Workdir) -> None:
 
 def _page(workdir: Workdir) -> Path:
     return workdir.report / "report.md"
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise SomaError(f"cannot read {path}: {error}") from error
-    result = []
-    for number, line in enumerate(lines, 1):
-        try:
-            result.append(json.loads(line))
-        except ValueError as error:
-            raise SomaError(
-                f"{path}:{number} is not JSON ({error}): remove the line to report without it"
-            ) from error
-    return result

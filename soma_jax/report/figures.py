@@ -6,7 +6,8 @@ Experts are drawn one by one up to 8 of them; beyond, as their median and 10-90%
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -242,6 +243,11 @@ def legend(figure: Figure, some: Sequence[Axes]) -> None:
     }
     style: dict[str, Any] = {"loc": "outside lower center", "ncols": 3, "frameon": False}
     figure.legend(entries.values(), entries.keys(), **style)
+
+
+def cycle() -> Iterator[str]:
+    """The colours, over and over."""
+    return itertools.cycle(COLORS)
 
 
 def engineering() -> Any:

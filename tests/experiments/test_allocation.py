@@ -9,16 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
 
-from soma_jax import probes
 from soma_jax.errors import SomaError
 from soma_jax.experiments import allocation
-from soma_jax.spsa import spsa
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -128,7 +124,8 @@ def test_stopped_and_killed_it_goes_on_to_the_same_losses(finished, tmp_path):
     code, output = run(tmp_path)
     assert code == 0, output
     ours, theirs = without_times(result(tmp_path)), without_times(result(finished))
-    ours.pop("command"), theirs.pop("command")
+    for found in (ours, theirs):
+        found.pop("command"), found.pop("date")
     assert ours == theirs
 
 
@@ -185,31 +182,6 @@ def test_bad_input_is_told_in_a_line(tmp_path, argument, words):
     assert words in output
     assert "Traceback" not in output
     assert not (tmp_path / "run" / "runs").exists()
-
-
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("sequences", [1, 3])
-def test_predicted_variance_is_that_of_a_toy_whose_gradients_are_known(own, sequences):
-    """Per-window gradients mean + noise, linear loss: the only randomness is what is predicted."""
-    d, n_pert, repeats = 24, 5, 4000
-    rng = np.random.default_rng(0)
-    mean = rng.normal(size=d).astype(np.float32)
-    spread = 2.0
-    nu = d * spread**2 / float(mean @ mean)
-    tx = spsa(n_pert, 0.5, law=probes.dense_rademacher, own_batch=own, chunk=n_pert)
-
-    def estimate(key):
-        first, second = jax.random.split(key)
-        shape = (n_pert, sequences, d) if own else (sequences, d)
-        batch = mean + spread * jax.random.normal(first, shape)
-        loss = lambda w, batch: batch @ w  # noqa: E731
-        w = jnp.zeros(d)
-        return tx.update(w, None, w, value_fn=loss, key=second, batch=batch)[0]
-
-    estimates = jax.jit(jax.vmap(estimate))(jax.random.split(jax.random.key(1), repeats))
-    errors = ((np.asarray(estimates) - mean) ** 2).sum(1) / float(mean @ mean)
-    expected = allocation.predicted_variance(d, nu, n_pert, sequences, own)
-    assert abs(errors.mean() - expected) < 5 * errors.std() / np.sqrt(repeats)
 
 
 def committed() -> ml_collections.ConfigDict:

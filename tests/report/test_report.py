@@ -475,7 +475,7 @@ def test_stages_without_updates_are_reported(tmp_path, seed_updates, expert_upda
 def drawn(tmp_path, summary: dict) -> tuple:
     """The loss figure of a workdir, and its curves by their label."""
     workdir = make_workdir(tmp_path, summary)
-    read = report._json_lines
+    read = report.read_json_lines
     experts = [
         read(workdir.expert(i) / "metrics.jsonl") for i in range(summary["config"]["experts"])
     ]
