@@ -53,6 +53,7 @@ def parts(body, head):
         "LayerNorm": (lambda x: model.layer_norm(x, block["lstm_gain"]), 0),
         "LSTM": (lambda x: model.lstm(block, x, state(x))[0], 16 * d**2),
         "LSTM, its products alone": (lstm_products, 16 * d**2),
+        "LSTM, its 5 d tanh alone": (lambda x: jnp.tanh(x[..., None] * jnp.arange(1.0, 6.0)), 0),
         "MLP": (lambda x: model.gelu(x @ block["mlp_in"]) @ block["mlp_out"], 16 * d**2),
         "MLP, its products alone": (mlp_products, 16 * d**2),
         "decoder and loss": (loss, 2 * head.size),
