@@ -38,7 +38,7 @@ flags.DEFINE_bool("json", False, "print one line of JSON")
 def main() -> None:
     f = flags.FLAGS
     cli.use_host_devices(f.host_devices)
-    fields = "n_pert probe sequences own_batch whitening window head_sequences".split()
+    fields = ["n_pert", "probe", "sequences", "own_batch", "whitening", "window", "head_sequences"]
     stage = config.stage(
         dataclasses.asdict(config.Stage()) | {name: f[name].value for name in fields}, "flags"
     )

@@ -46,8 +46,13 @@ class _Run:
     test: store.Store
 
 
-def run(config: Config, workdir: Workdir) -> dict[str, Any]:
+def run(config: Config, workdir: Workdir, *, show: bool = True) -> dict[str, Any]:
     """Runs, or goes on with, the whole recipe and returns the summary (`report/summary.json`).
+
+    Args:
+      config: of the run.
+      workdir: of the run.
+      show: also print the table of losses, and write the report's page and figures.
 
     Raises:
       SomaError: bad input, a changed config or corpus, a stopped expert, a full disk.
@@ -74,7 +79,8 @@ def run(config: Config, workdir: Workdir) -> dict[str, Any]:
                 test = summary.drawn_windows(this.test, config.evaluation, this.screened)
                 scores = summary.scores(trained, this.train, valid, test, this.screened)
             write_json(workdir.summary, scores | summary.compute(config, read_json(workdir.stages)))
-        report.show(workdir)
+        if show:
+            report.show(workdir)
         return read_json(workdir.summary)
 
 

@@ -189,7 +189,7 @@ def train(row: Row, directory: Path) -> dict[str, Any]:
     for config in row.configs:
         console.print(f"[bold]{row.name}, random seed {config.random_seed}[/bold]")
         workdir = Workdir(directory / "runs" / row.slug / str(config.random_seed))
-        summaries.append(recipe.run(config, workdir))
+        summaries.append(recipe.run(config, workdir, show=False))
         curves.append(read_json_lines(workdir.curve))
     first, config = summaries[0], row.configs[0]
     return {
