@@ -6,6 +6,7 @@ overridden, as in `--config.byte_forwards=2e6`. `--size=paper` is the paper's si
 """
 
 import importlib
+import os
 import re
 import shlex
 import sys
@@ -51,7 +52,7 @@ def main() -> None:
     workdir = Workdir(path)
     with workdir.lock():
         # Runs that differ in their random seed alone are one program: it is compiled once.
-        if jax.config.jax_compilation_cache_dir is None:
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
             jax.config.update("jax_compilation_cache_dir", str(workdir.path / "compiled"))
         experiment.run(settings, workdir.path, command)
 

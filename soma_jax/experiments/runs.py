@@ -134,7 +134,7 @@ def rows(
     Raises:
       SomaError: naming the row and the field.
     """
-    result = []
+    result: list[Row] = []
     for name, overrides in systems.items():
         where = f"{path}[{name!r}]"
         if not isinstance(overrides, Mapping):

@@ -102,7 +102,7 @@ def test_rows_that_cannot_be_are_refused(settings, rows, words):
 
 @pytest.mark.parametrize("seeds", [(), (1, 1), (-1,), ("a",), (2**32,)])
 def test_random_seeds_that_cannot_be_are_refused(settings, seeds):
-    with pytest.raises(SomaError, match="config.random_seeds"):
+    with pytest.raises(SomaError, match=r"config\.random_seeds"):
         runs.resolve_rows(settings({"a": {}}, random_seeds=seeds))
 
 
@@ -270,7 +270,7 @@ def test_scaling_gives_each_expert_the_same_budget(base, tmp_path):
         == 2 * (result["sweeps"]["experts"][0]["operations"])
     )
     assert "experts 2 is better than experts 1" in scaling.markdown(result)
-    with pytest.raises(SomaError, match="config.n_pert must be positive whole numbers"):
+    with pytest.raises(SomaError, match=r"config\.n_pert must be positive whole numbers"):
         scaling.resolve(ml_collections.ConfigDict(config.to_dict() | {"n_pert": (0,)}))
 
 
