@@ -1,7 +1,6 @@
 """An estimator of your own beside the built-in ones, at equal compute.
 
-python examples/own_estimator.py [--workdir=runs/own_estimator] [--operations=2e11]
-
+python examples/own_estimator.py [--workdir=...] [--operations=2e11]
 One-sided differences: every direction is compared with one clean forward, so that an update takes
 n_pert + 1 forwards of the batch in place of 2 n_pert; what curvature adds does not cancel.
 """
@@ -49,6 +48,7 @@ def main() -> None:
     values = runpy.run_path("configs/experiments/equal_compute.py")["get_config"]().to_dict()
     stage = {"probe": "sparse", "own_batch": False, "sequences": 4, "n_pert": 64}
     values["base"] |= {"experts": 1, "active": 1, "expert": values["base"]["expert"] | stage}
+    values["base"]["evaluation"]["wikitext"] = False
     values["rows"] = {name: {"expert": {"estimator": name}} for name in ("spsa", "one_sided")}
     values["operations"] = _OPERATIONS.value
     settings = equal_compute.resolve(ml_collections.ConfigDict(values))

@@ -29,7 +29,7 @@ from soma_jax import evaluate, model, randomness, recipe, summary, training
 from soma_jax.config import Data, Evaluation, Run, Stage, build, field, stage
 from soma_jax.data import store, windows
 from soma_jax.errors import SomaError
-from soma_jax.experiments import gradients, output
+from soma_jax.experiments import gradients, output, pieces
 from soma_jax.files import read_json, write_json
 from soma_jax.interrupt import Interruptions
 from soma_jax.progress import activity, console
@@ -165,11 +165,7 @@ def _row(
     }
     if start == "seed":
         mine["seed"] = dataclasses.asdict(settings.rows["scratch"][settings.given.seed_row])
-    if (home / "settings.json").exists():
-        if read_json(home / "settings.json") != mine:
-            raise SomaError(f"{home} was trained with other settings; choose another --workdir")
-    else:
-        write_json(home / "settings.json", mine)
+    pieces.adopt(home, mine)
     trainees = [
         training.trainee(
             home / str(seed), some, stage, corpus, np.arange(corpus.n_chunks),

@@ -112,6 +112,7 @@ def test_it_writes_a_table_a_figure_and_a_result(finished):
     assert (finished / "run" / "allocation.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_stopped_and_killed_it_goes_on_to_the_same_losses(finished, tmp_path):
     looked = tmp_path / "run" / "runs" / "scratch-own" / "curve"
     for signum, looks, status in ((signal.SIGTERM, 2, 128 + 15), (signal.SIGKILL, 5, -9)):
@@ -133,14 +134,14 @@ def test_a_row_with_other_settings_is_refused(finished):
     text = TINY.replace("sequences=4, **few", "sequences=3, **few", 1)
     code, output = run(finished, text=text)
     assert code == 2
-    assert "scratch-shared was trained with other settings" in output
+    assert "scratch-shared was made with other settings" in output
     assert "Traceback" not in output
 
 
 def test_rows_from_another_seed_are_refused(finished):
     code, output = run(finished, "--config.seed_row=shared")
     assert code == 2
-    assert "seed-own was trained with other settings" in output
+    assert "seed-own was made with other settings" in output
 
 
 @pytest.mark.parametrize(

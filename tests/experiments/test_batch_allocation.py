@@ -77,6 +77,7 @@ def test_it_measures_the_grid_and_the_check(finished):
     assert finished.page().startswith("`python launch/experiment.py --experiment=batch_allocation")
 
 
+@pytest.mark.slow
 def test_stopped_and_killed_it_goes_on_to_the_same_result(finished, toy, tmp_path):
     launched = toy(tmp_path)
     pieces = "measured/*/*.json"

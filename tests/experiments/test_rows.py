@@ -227,6 +227,7 @@ def test_a_row_with_other_settings_is_refused(compared):
         equal_compute.run(equal_compute.resolve(other), directory, "")
 
 
+@pytest.mark.slow
 def test_tuning_chooses_by_validation_the_rate_and_then_the_radius(base, tmp_path):
     config = ml_collections.ConfigDict(
         {
@@ -255,6 +256,7 @@ def test_tuning_chooses_by_validation_the_rate_and_then_the_radius(base, tmp_pat
             tuning.resolve(ml_collections.ConfigDict(config.to_dict() | wrong))
 
 
+@pytest.mark.slow
 def test_scaling_gives_each_expert_the_same_budget(base, tmp_path):
     fields = {"experts": (1, 2), "n_pert": (4,), "sequences": ()}
     config = ml_collections.ConfigDict(
@@ -290,6 +292,7 @@ def test_shards_are_semantic_random_or_everything(base):
     assert sorted(np.concatenate(shards["random"])) == list(range(60))
 
 
+@pytest.mark.slow
 def test_the_ablation_trains_experts_from_the_seed_or_as_drawn(settings, tmp_path):
     config = settings(
         {
