@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 def test_an_own_estimator_runs_beside_the_built_in_ones(tmp_path):
     example = ROOT / "examples" / "own_estimator.py"
     assert len(example.read_text().splitlines()) < 60
-    command = [sys.executable, str(example), f"--workdir={tmp_path}", "--operations=6e9"]
+    command = [sys.executable, str(example), f"--workdir={tmp_path}", "--operations=6e10"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     one_sided, spsa = json.loads((tmp_path / "result.json").read_text())["rows"]
