@@ -151,7 +151,8 @@ def compute(config: Config, seconds: Mapping[str, float]) -> dict[str, Any]:
         "experts": experts * config.expert.updates * config.expert.byte_forwards_per_update,
     }
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    heads = experts if config.expert.head_sequences else 1  # frozen, E is shared
+    frozen = not config.expert.head_sequences and config.expert.parameters == "body"
+    heads = 1 if frozen and config.warm_start else experts  # frozen, the seed's E is shared
     return {
         "byte_forwards": sum(parts.values()),
         "byte_forwards_by_stage": parts,

@@ -6,7 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from soma_jax.experiments import output, runs
+from soma_jax.report import page
 
 # The paper's ordering: the first is better than the second.
 CLAIMS = [
@@ -46,9 +49,17 @@ def markdown(result: dict[str, Any]) -> str:
     parts = [
         runs.introduction(result),
         runs.table(rows),
-        "Random shards and IID data leave nothing to route by, so k is N in every row. E learns by "
-        "both its paths where nothing else is said; a cold start has no seed, and the experts its "
-        "part of the budget.",
+        "Random shards and IID data leave nothing to route by: there, all experts are averaged. E "
+        "learns by both its paths where nothing else is said; a cold start has no seed, and the "
+        "experts its part of the budget.",
+        "The test loss with the k nearest experts, mean over seeds:",
+        page.table(
+            ["", *(f"k = {k}" for k in range(1, 1 + len(rows[0]["by_k"][0])))],
+            [
+                [row["name"], *(f"{loss:.4f}" for loss in np.mean(row["by_k"], axis=0))]
+                for row in rows
+            ],
+        ),
         "**The paper's ordering, here** (difference of test losses, paired by random seed); the "
         "paper has the decoder's path 0.029 behind both:",
         runs.claims(rows, CLAIMS),

@@ -198,8 +198,11 @@ def test_every_system_is_trained_and_scored_on_the_same_bytes(compared):
         assert [x for x, _ in curve] == sorted({x for x, _ in curve})
         assert curve[-1][0] == pytest.approx(row["operations"], rel=0.12)
         assert all(loss < curve[0][1] for _, loss in curve[-1:])  # it learns
-    bptt = runs.find(result["rows"], "backpropagation")
+    soma, bptt = (runs.find(result["rows"], n) for n in ("SOMA, N = 2", "backpropagation"))
+    assert soma is not None
     assert bptt is not None
+    one = 16 * 4**2 + 3 * 4 + 256 * 4
+    assert (soma["parameters"], bptt["parameters"]) == (2 * one, one)
     assert np.mean(bptt["test"]) == min(np.mean(row["test"]) for row in result["rows"])
     with (directory / "table.csv").open() as file:
         lines = list(csv.DictReader(file))
@@ -309,6 +312,7 @@ def test_the_ablation_trains_experts_from_the_seed_or_as_drawn(settings, tmp_pat
     assert cold is not None
     assert warm["curves"][0][0][0] < cold["curves"][0][0][0]  # the seed's part comes first
     assert cold["updates"]["seed"] == 0
+    assert cold["parameters"] == 2 * (16 * 4**2 + 3 * 4 + 256 * 4)  # each expert has an E
     _, experts, _ = recipe.load(tmp_path / "runs" / "cold-start" / "0")
     first, second = (e.params["body"]["blocks"][0]["lstm_input"] for e in experts)
     assert np.abs(first - second).max() > 0.1  # each is drawn for itself
