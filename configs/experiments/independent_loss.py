@@ -22,10 +22,10 @@ def get_config(size="cpu"):
         run.evaluation.update(documents=64, bootstrap=1000)
         run.cluster.validation_share = 0.05
         run.seed.update(
-            updates=200, probe="rank_one", n_pert=256, sequences=1, own_batch=True, window=128,
+            updates=300, probe="rank_one", n_pert=256, sequences=1, own_batch=True, window=128,
             learning_rate=1e-2, eps=5e-3, decay_to=0.02, head_sequences=32, head_rate=5.0,
         )  # fmt: skip
-        run.expert.update(updates=150, n_pert=16, sequences=4, window=64, validation_windows=256)
+        run.expert.update(updates=200, n_pert=16, sequences=4, window=64, validation_windows=256)
     return ml_collections.ConfigDict(
         {
             "random_seeds": (0, 1, 2),
