@@ -211,5 +211,5 @@ def test_every_setting_of_the_committed_config_is_good():
 
 def test_the_page_shows_the_committed_result():
     docs = ROOT / "docs"
-    found = json.loads((docs / "allocation" / "result.json").read_text())
+    found = json.loads((docs / "results" / "allocation.json").read_text())
     assert allocation.markdown(found) in (docs / "allocation.md").read_text()

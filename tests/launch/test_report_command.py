@@ -11,10 +11,10 @@ def workdir(tmp_path):
     """The committed result of an experiment, where launch/experiment.py would have left it."""
     home = tmp_path / "experiments" / "allocation"
     home.mkdir(parents=True)
-    result = json.loads((ROOT / "docs" / "allocation" / "result.json").read_text())
-    result |= {"date": "2026-11-30", "soma_jax": "0.1.0"}
+    result = json.loads((ROOT / "docs" / "results" / "allocation.json").read_text())
+    result["date"] = "2026-11-30"
     (home / "result.json").write_text(json.dumps(result))
-    (home / "allocation.png").write_bytes((ROOT / "docs/allocation/allocation.png").read_bytes())
+    (home / "allocation.png").write_bytes((ROOT / "docs/results/allocation.png").read_bytes())
     return tmp_path / "experiments"
 
 
