@@ -389,6 +389,7 @@ def _curves(result: dict[str, Any]) -> Any:
             predicted = [row["predicted"] for row in rows]
             axes.plot(x, predicted, ":", color=color, lw=1.2)
         axes.set_xscale("log", base=2 if unit == "n_pert" else 10)
+        axes.xaxis.set_minor_formatter("")  # labels between the powers would run into each other
         axes.set_yscale("log")
         axes.set_xlabel(label)
         axes.set_ylabel("relative error of the estimate (dotted: predicted)")
