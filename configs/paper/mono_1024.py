@@ -7,20 +7,14 @@ The paper: 839 updates in about 150 RTX 5090 GPU-hours; 2.00 nats/byte on its Fi
 set and 2.290 on the WikiText-103 test text.
 """
 
-from soma_jax.config import default_config
+import runpy
+from pathlib import Path
+
+_SIBLING = Path(__file__).with_name("mono_64.py")
 
 
 def get_config():
-    config = default_config()
-    config.experts = 1
-    config.active = 1
-    config.model.width = 509
-    config.data.train = "fineweb-edu/train/*.parquet"
-    config.data.valid = "fineweb-edu/valid/*.parquet"
-    config.data.test = "fineweb-edu/test/*.parquet"
-    config.seed.updates = 0
+    config = runpy.run_path(str(_SIBLING))["get_config"]()
     config.expert.updates = 839
     config.expert.n_pert = 1024
-    config.expert.learning_rate = config.expert.eps = 2.5e-3
-    config.expert.head_sequences = 64
     return config

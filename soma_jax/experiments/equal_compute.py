@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from soma_jax.experiments import output, runs
+from soma_jax.experiments import runs
 from soma_jax.report import page
 
 # Near 150 RTX 5090 GPU-hours and 8.44M parameters: FineWeb-Edu test, WikiText-103 test, updates.
@@ -41,17 +41,7 @@ def run(settings: runs.Settings, directory: Path, command: str) -> dict[str, Any
       SomaError: bad input, or a row that was trained with other settings.
       Interrupted: on SIGTERM or Ctrl-C, after saving; called again, it goes on.
     """
-    result = runs.run_rows(settings, directory, command)
-    table = runs.csv_table(result["rows"])
-    output.write(
-        directory,
-        "equal_compute",
-        result,
-        markdown(result),
-        table,
-        runs.rows_figure(result["rows"], 0.6),
-    )
-    return result
+    return runs.run_and_write("equal_compute", settings, directory, command, markdown, above=0.6)
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,21 @@ def run_rows(settings: Settings, directory: Path, command: str) -> dict[str, Any
         "operations": settings.given.operations,
         "rows": [train(row, directory) for row in settings.rows],
     }
+
+
+def run_and_write(
+    name: str,
+    settings: Settings,
+    directory: Path,
+    command: str,
+    markdown: Callable[[dict[str, Any]], str],
+    above: float,
+) -> dict[str, Any]:
+    """`run_rows`, and its files with a line for each run and the rows' figure (`rows_figure`)."""
+    result = run_rows(settings, directory, command)
+    figure = rows_figure(result["rows"], above)
+    output.write(directory, name, result, markdown(result), csv_table(result["rows"]), figure)
+    return result
 
 
 def both(**fields: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from soma_jax.experiments import output, runs
+from soma_jax.experiments import runs
 from soma_jax.report import page
 
 # The paper's ordering: the first is better than the second.
@@ -30,17 +30,9 @@ def run(settings: runs.Settings, directory: Path, command: str) -> dict[str, Any
       SomaError: bad input, or a row that was trained with other settings.
       Interrupted: on SIGTERM or Ctrl-C, after saving; called again, it goes on.
     """
-    result = runs.run_rows(settings, directory, command)
-    table = runs.csv_table(result["rows"])
-    output.write(
-        directory,
-        "sharding_ablation",
-        result,
-        markdown(result),
-        table,
-        runs.rows_figure(result["rows"], 0.3),
+    return runs.run_and_write(
+        "sharding_ablation", settings, directory, command, markdown, above=0.3
     )
-    return result
 
 
 def markdown(result: dict[str, Any]) -> str:
