@@ -186,6 +186,9 @@ def test_what_an_update_reads_and_costs():
     own = dataclasses.replace(stage, own_batch=True)
     assert own.windows_per_update == 32
     assert own.byte_forwards_per_update == stage.byte_forwards_per_update
+    shared = dataclasses.replace(own, share=4, carry=True)
+    assert shared.windows_per_update == 8
+    assert shared.byte_forwards_per_update == own.byte_forwards_per_update + 8 * 16
 
 
 CONFIGS = sorted(

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import ml_collections
 import numpy as np
 import pytest
 
-from soma_jax import recipe
+from soma_jax import model, randomness, recipe
 from soma_jax.errors import SomaError
 from soma_jax.experiments import (
     active_experts,
@@ -317,6 +318,18 @@ def test_the_ablation_trains_experts_from_the_seed_or_as_drawn(settings, tmp_pat
     first, second = (e.params["body"]["blocks"][0]["lstm_input"] for e in experts)
     assert np.abs(first - second).max() > 0.1  # each is drawn for itself
     assert "semantic shards is better than cold start" in sharding_ablation.markdown(result)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_experts_start_from_the_seed_or_each_as_drawn(base, tmp_path, warm):
+    still = {"warm_start": warm, "expert": {"learning_rate": 0.0}}
+    (row,) = runs.rows({"a": still}, base, operations=2e6, random_seeds=(7,), path="config.rows")
+    runs.train(row, tmp_path)
+    _, experts, _ = recipe.load(tmp_path / "runs" / "a" / "7")
+    for i, expert in enumerate(experts):
+        key = randomness.key(7, "init", *([] if warm else [i]))  # a seed without updates is drawn
+        drawn = model.init(key, row.configs[0].expert_shape)
+        jax.tree.map(np.testing.assert_array_equal, expert.params, drawn)
 
 
 def test_pairs_of_experts_are_compared_by_byte():
