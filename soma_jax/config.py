@@ -20,7 +20,7 @@ import numpy as np
 
 from soma_jax import probes
 from soma_jax.errors import SomaError
-from soma_jax.estimators import ESTIMATORS
+from soma_jax.estimators import ACTIVITY, ESTIMATORS
 from soma_jax.model import ExpertConfig
 
 
@@ -71,12 +71,11 @@ class Stage:
 
     updates: int = field(1000, at_least=0)  # optimizer steps
     estimator: str = "spsa"  # a name in soma_jax.estimators.ESTIMATORS
-    parameters: str = (
-        "body"  # what it estimates the gradient of; "all" is E, too, by both its paths
-    )
-    n_pert: int = field(64, at_least=1)  # directions an update
+    parameters: str = "body"  # what it estimates the gradient of; "all" is E, too
+    n_pert: int = field(64, at_least=1)  # directions an update; windows with noise in them
     probe: str = "sparse"  # law of SPSA's directions: a name in soma_jax.probes.LAWS
     rank: int = field(1, at_least=1)  # of EGGROLL's directions
+    credit: int = field(1, at_least=1)  # bytes that noise in activities is credited with
     sequences: int = field(64, at_least=1)  # B: windows a direction sees
     own_batch: bool = False  # each direction sees B windows of its own; the paper's share them
     share: int = field(1, at_least=1)  # with own_batch: neighbouring directions that see the same
@@ -86,7 +85,7 @@ class Stage:
     whitening: float = field(0.0, at_least=0)  # damping, relative to the mean; 0: no whitening
     learning_rate: float = field(1e-3, at_least=0)  # 0 leaves the parameters as they are
     head_rate: float = field(1.0, at_least=0)  # E's learning rate as a multiple of the body's
-    eps: float = field(1e-3, above=0)  # probe radius
+    eps: float = field(1e-3, above=0)  # probe radius, of weights or activities
     decay_to: float = field(1.0, above=0, at_most=1)  # cosine: what is left of both at the end
     floor: float = field(1e-5, at_least=0)  # neither the rate nor eps is decayed below this
     patience: int = field(1000, at_least=1)  # updates without improvement before both are halved
@@ -170,6 +169,14 @@ def resolve(config: ml_collections.ConfigDict) -> Config:
     for name in ("seed", "expert"):
         stage = getattr(resolved, name)
         _check_stage(f"config.{name}", stage)
+        if stage.estimator in ACTIVITY and (resolved.model.recurrence, resolved.model.tied) != (
+            "lstm",
+            True,
+        ):
+            raise SomaError(
+                f"config.{name}.estimator={stage.estimator} needs config.model.recurrence=lstm and "
+                "config.model.tied=True"
+            )
         if stage.whitening and resolved.model.recurrence != "lstm":
             raise SomaError(f"config.{name}.whitening needs config.model.recurrence=lstm")
     if not resolved.warm_start and resolved.seed.updates:
@@ -239,6 +246,32 @@ def _one_of(where: str, value: str, names: Iterable[str]) -> None:
         raise SomaError(f"{where} must be one of {', '.join(names)}, not {value!r}")
 
 
+def _check_activity(path: str, stage: Stage) -> None:
+    if stage.estimator not in ACTIVITY:
+        if stage.credit > 1:
+            raise SomaError(f"{path}.credit is of {path}.estimator={' or '.join(ACTIVITY)}")
+        return
+    if stage.own_batch:
+        raise SomaError(
+            f"{path}.estimator={stage.estimator} perturbs every window by itself: set "
+            f"{path}.own_batch=False"
+        )
+    if stage.weight_decay:
+        raise SomaError(
+            f"{path}.estimator={stage.estimator} leaves the LayerNorms' gains before the readout "
+            f"alone, and decay would take them to zero: set {path}.weight_decay=0"
+        )
+    if stage.credit > stage.window:
+        raise SomaError(f"{path}.credit is {stage.credit}, and a window has {stage.window} bytes")
+    whole = stage.estimator == "node_perturbation"
+    if (stage.n_pert != stage.sequences) if whole else (stage.sequences % stage.n_pert):
+        raise SomaError(
+            f"{path}.n_pert is {stage.n_pert}, the windows with noise in them: with "
+            f"{path}.estimator={stage.estimator} it must {'be' if whole else 'divide'} "
+            f"{path}.sequences={stage.sequences}"
+        )
+
+
 def _check_stage(path: str, stage: Stage) -> None:
     _one_of(f"{path}.estimator", stage.estimator, ESTIMATORS)
     _one_of(f"{path}.parameters", stage.parameters, ("body", "all"))
@@ -251,6 +284,7 @@ def _check_stage(path: str, stage: Stage) -> None:
             f"{path}.estimator is backprop, which has no directions: set {path}.n_pert=1 and "
             f"{path}.own_batch=False"
         )
+    _check_activity(path, stage)
     if stage.share > 1 and (not stage.own_batch or stage.n_pert % stage.share):
         raise SomaError(
             f"{path}.share is {stage.share}, the size of groups of directions: it needs "

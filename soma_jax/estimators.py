@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import optax
 
-from soma_jax import probes
+from soma_jax import activity, probes
 from soma_jax.backprop import backprop
 from soma_jax.eggroll import eggroll
 from soma_jax.spsa import spsa
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 class Estimator:
     """How a gradient is estimated, and what an estimate costs.
 
-    `build(stage, eps, factors, chunk, axis_name)` returns an optax transformation with the
-    interface of `spsa`, whose state has the field `loss`. `eps` may be traced, `factors` are those
-    of `soma_jax.whitening` or None, `axis_name` the mesh axis that splits the directions or None.
+    `build(stage, eps, factors, chunk, axis_name)` returns an optax transformation whose state has
+    the field `loss`, and whose `update` takes `value_fn`, `key` and `batch` as `spsa`'s does, and
+    `complete` as `activity.perturbation`'s. `eps` may be traced, `factors` are those of
+    `soma_jax.whitening` or None, `axis_name` the mesh axis that splits the directions or None.
 
     `forwards(stage)` counts forwards of one window in an update; what else is computed counts as
     the forwards that take as many operations.
@@ -58,6 +59,18 @@ def _eggroll(stage: Stage, eps: Any, factors: Any, chunk: int, axis_name: str | 
     )
 
 
+def _node_perturbation(
+    stage: Stage, eps: Any, factors: Any, chunk: int, axis_name: str | None
+) -> Any:
+    del factors, chunk
+    return activity.perturbation(eps, stage.credit, axis_name=axis_name)
+
+
+def _feedback(stage: Stage, eps: Any, factors: Any, chunk: int, axis_name: str | None) -> Any:
+    del factors, chunk
+    return activity.feedback(eps, stage.n_pert, stage.credit, axis_name=axis_name)
+
+
 def _two_for_each_direction(stage: Stage) -> int:
     return 2 * stage.n_pert * stage.sequences
 
@@ -67,4 +80,11 @@ ESTIMATORS: dict[str, Estimator] = {
     "eggroll": Estimator(_eggroll, _two_for_each_direction),
     # Each product of the forward has two in the backward pass.
     "backprop": Estimator(lambda *_: backprop(), lambda stage: 3 * stage.sequences),
+    # An outer product for each product of the forward is a third one.
+    "node_perturbation": Estimator(_node_perturbation, lambda stage: 3 * stage.sequences),
+    # The outer products, and less than another forward for what leads errors back; of the windows
+    # that are perturbed, too, two forwards and less than another for what is learned from them.
+    "feedback": Estimator(_feedback, lambda stage: 3 * stage.sequences + 3 * stage.n_pert),
 }
+
+ACTIVITY = ("node_perturbation", "feedback")  # noise in activities: soma_jax.activity

@@ -101,7 +101,7 @@ def update(
     chunk: int = 0,
     axis_name: str | None = None,
 ) -> tuple[ExpertState, jax.Array]:
-    """One optimizer step: the body by SPSA, E by the delta rule (paper, section 2).
+    """One optimizer step: the body by its estimator, E by the delta rule (paper, section 2).
 
     A step that is not finite is not taken: the state stays as it was, and `failed` says when.
 
@@ -128,10 +128,12 @@ def update(
         }
         return optimizer._replace(hyperparams=rates)
 
+    def complete(some: Any) -> model.Params:
+        return some if stage.parameters == "all" else {"head": params["head"], "body": some}
+
     def value_fn(some: Any, windows_and_state: Any) -> jax.Array:
-        whole = some if stage.parameters == "all" else {"head": params["head"], "body": some}
         windows, start = windows_and_state
-        return model.sequence_losses(whole, windows, block, start)
+        return model.sequence_losses(complete(some), windows, block, start)
 
     start = jax.tree.map(lambda x: _by_probe(x, stage), state.carried)
     if stage.own_batch and axis_name is not None:  # of the windows that this device has
@@ -158,6 +160,7 @@ def update(
         at_now(state.body_optimizer),
         estimated,
         value_fn=value_fn,
+        complete=complete,
         key=jax.random.fold_in(key, state.update),
         batch=(batch.probes, start),
     )

@@ -8,8 +8,11 @@ blocks of width d:
 There is no bias anywhere. The EGGROLL control is another model (paper, section 5): GRU blocks with
 biases in the gates and a ReLU, and an embedding of its own beside the decoder E.
 
-Nothing here knows about perturbations: an estimator calls these functions under `jax.vmap` with
-perturbed parameters.
+Nothing here knows about estimators. One that perturbs weights calls these functions under
+`jax.vmap` with perturbed parameters. One that perturbs activities adds noise at an LSTM expert's
+*sites*, the outputs of the products before the readout: the gates, the MLP's hidden units, what the
+MLP writes and what the input's projection does. The readout is the last LayerNorm, the output's
+projection and the decoder E.
 
 Shape letters: B sequences, L = T + 1 bytes of a window, T predicted bytes, d width, V = 256 bytes.
 Activations are time-major, [T, B, d]: the recurrence then scans the leading axis and every other
@@ -21,16 +24,38 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 VOCABULARY = 256
+LAYER_NORM_EPS = 1e-5
 
 Params = dict[str, Any]  # {"head": E [V, d_E], "body": {...}}
 State = list[tuple[jax.Array, ...]]  # per block: the output h, an LSTM's cell c; each [B, d]
+
+
+class CellSlopes(NamedTuple):
+    """Derivatives inside an LSTM's unit, none of them between units; a is its four gates."""
+
+    write: jax.Array  # [T, B, 3, d]: dc_t/da_t of the input, forget and candidate gates
+    keep: jax.Array  # [T, B, d]: dc_t/dc_{t-1}
+    read: jax.Array  # [T, B, d]: dh_t/dc_t
+    output: jax.Array  # [T, B, d]: dh_t/da_t of the output gate
+
+
+class Forward(NamedTuple):
+    """What a forward leaves behind. `inputs` and `slopes` are of LSTM experts."""
+
+    features: jax.Array  # [T, B, d_E]: what the decoder multiplies
+    state: State
+    stream: jax.Array  # [T, B, d]: what the readout reads
+    inputs: Params  # like the body: what each matrix multiplies, [T, B, rows]; None for a vector
+    slopes: (
+        Params  # like the sites: a unit's output by its input, [T, B, units]; CellSlopes of gates
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +135,7 @@ def init(key: jax.Array, config: ExpertConfig) -> Params:
 def layer_norm(x: jax.Array, gain: jax.Array) -> jax.Array:
     """LayerNorm over the last axis with a gain and no bias."""
     x = x - x.mean(-1, keepdims=True)
-    return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5) * gain
+    return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + LAYER_NORM_EPS) * gain
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -119,10 +144,23 @@ def gelu(x: jax.Array) -> jax.Array:
     return x * (0.5 + 0.5 * lax.erf(x * math.sqrt(0.5)))
 
 
+def gelu_slope(x: jax.Array) -> jax.Array:
+    """The derivative of `gelu`."""
+    density = jnp.exp(-jnp.square(x) / 2) / math.sqrt(2 * math.pi)
+    return 0.5 + 0.5 * lax.erf(x * math.sqrt(0.5)) + x * density
+
+
 def lstm(
-    block: Params, x_TxBxd: jax.Array, state: tuple[jax.Array, ...]
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """An LSTM without bias; gates are laid out [input, forget, candidate, output]."""
+    block: Params,
+    x_TxBxd: jax.Array,
+    state: tuple[jax.Array, ...],
+    noise: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, ...], CellSlopes]:
+    """An LSTM without bias; gates are laid out [input, forget, candidate, output].
+
+    `noise` [T, B, 4d] is added to the gates before they are squashed. Returns the outputs h
+    [T, B, d], the state after them, and the units' slopes.
+    """
     d = x_TxBxd.shape[-1]
     # sigmoid(x) = (1 + tanh(x/2)) / 2 makes all four gates one tanh over one contiguous array:
     # on a CPU the activations cost more than the products, and this halves them.
@@ -135,10 +173,16 @@ def lstm(
         sigmoid = 0.5 + 0.5 * tanh
         c = sigmoid[..., 1, :] * c + sigmoid[..., 0, :] * tanh[..., 2, :]
         h = sigmoid[..., 3, :] * jnp.tanh(c)
-        return (h, c), h
+        return (h, c), (h, c, tanh)
 
-    state, h_TxBxd = lax.scan(step, state, x_TxBxd @ block["lstm_input"])
-    return h_TxBxd, state
+    inputs = x_TxBxd @ block["lstm_input"]
+    cell = state[1]
+    state, (h_TxBxd, c, tanh) = lax.scan(step, state, inputs if noise is None else inputs + noise)
+    before = jnp.concatenate([cell[None], c[:-1]])
+    i, f, g, o = (0.5 + 0.5 * tanh[..., k, :] if k != 2 else tanh[..., k, :] for k in range(4))
+    write = jnp.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - jnp.square(g))], -2)
+    slopes = CellSlopes(write, f, o * (1 - jnp.square(jnp.tanh(c))), h_TxBxd * (1 - o))
+    return h_TxBxd, state, slopes
 
 
 def gru(
@@ -177,44 +221,115 @@ def features(
     return forward(params, ids_BxT, state)[:2]
 
 
-def forward(
-    params: Params, ids_BxT: jax.Array, state: State | None = None
-) -> tuple[jax.Array, State, Params]:
-    """`features`, and what each matrix of an LSTM expert's body multiplies on the way: a tree like
-    the body's, [T, B, rows] for a matrix and None for a vector."""
+def sites(params: Params) -> Params:
+    """Units of each site of an LSTM expert: where `forward` takes noise, and what it gives slopes
+    of."""
     body = params["body"]
+    blocks = [
+        {
+            "gates": b["lstm_input"].shape[1],
+            "hidden": b["mlp_in"].shape[1],
+            "written": b["mlp_out"].shape[1],
+        }
+        for b in body["blocks"]
+    ]
+    result: Params = {"blocks": blocks}
+    if "input_projection" in body:
+        result["input_projection"] = body["input_projection"].shape[1]
+    return result
+
+
+def forward(
+    params: Params, ids_BxT: jax.Array, state: State | None = None, noise: Params | None = None
+) -> Forward:
+    """`features`, and what it leaves behind on the way.
+
+    Args:
+      params: of the expert.
+      ids_BxT: integer bytes.
+      state: from which the sequences go on; None is the zero state.
+      noise: a tree like `sites`, [T, B, units]: what is added at an LSTM expert's.
+    """
+
+    def product(x: jax.Array, matrix: jax.Array, noise: jax.Array | None) -> jax.Array:
+        y = x @ matrix
+        return y if noise is None else y + noise
+
+    body, quiet = params["body"], noise is None
     state = initial_state(params, ids_BxT.shape[0]) if state is None else state
     inputs: Params = {"blocks": [], "final_gain": None}
+    slopes: Params = {"blocks": []}
     x = body.get("embedding", params["head"])[ids_BxT.T]
     if "input_projection" in body:
         inputs["input_projection"] = x
-        x = x @ body["input_projection"]
+        x = product(x, body["input_projection"], None if quiet else noise["input_projection"])
+        slopes["input_projection"] = jnp.ones_like(x)
     new_state: State = []
-    for block, block_state in zip(body["blocks"], state, strict=True):
+    for i, (block, block_state) in enumerate(zip(body["blocks"], state, strict=True)):
+        of_block = dict.fromkeys(("gates", "hidden", "written")) if quiet else noise["blocks"][i]
         is_lstm = "lstm_gain" in block
         first = block_state[0]
         normed = layer_norm(x, block["lstm_gain" if is_lstm else "gru_gain"])
-        h, block_state = (lstm if is_lstm else gru)(block, normed, block_state)
+        if is_lstm:
+            h, block_state, of_cells = lstm(block, normed, block_state, of_block["gates"])
+        else:
+            h, block_state = gru(block, normed, block_state)
         x = x + h
         of_mlp = layer_norm(x, block["mlp_gain"])
-        hidden = (gelu if is_lstm else jax.nn.relu)(of_mlp @ block["mlp_in"])
-        x = x + hidden @ block["mlp_out"]
+        before = product(of_mlp, block["mlp_in"], of_block["hidden"])
+        hidden = (gelu if is_lstm else jax.nn.relu)(before)
+        written = product(hidden, block["mlp_out"], of_block["written"])
+        x = x + written
         new_state.append(block_state)
-        inputs["blocks"].append(
-            {
-                "lstm_gain": None,
-                "lstm_input": normed,
-                "lstm_recurrent": jnp.concatenate([first[None], h[:-1]]),
-                "mlp_gain": None,
-                "mlp_in": of_mlp,
-                "mlp_out": hidden,
-            }
-        )
-    x = layer_norm(x, body["final_gain"])
+        if is_lstm:
+            recurrent = jnp.concatenate([first[None], h[:-1]])
+            inputs["blocks"].append(
+                {
+                    "lstm_gain": None,
+                    "lstm_input": normed,
+                    "lstm_recurrent": recurrent,
+                    "mlp_gain": None,
+                    "mlp_in": of_mlp,
+                    "mlp_out": hidden,
+                }
+            )
+            slopes["blocks"].append(
+                {"gates": of_cells, "hidden": gelu_slope(before), "written": jnp.ones_like(x)}
+            )
+    stream, x = x, layer_norm(x, body["final_gain"])
     if "output_projection" in body:
         inputs["output_projection"] = x
         x = x @ body["output_projection"]
-    return x, new_state, inputs
+    return Forward(x, new_state, stream, inputs, slopes)
+
+
+def matrix_gradients(params: Params, inputs: Params, errors: Params) -> Params:
+    """The gradient of the matrices before the readout: the outer product of what each multiplied
+    and the error at the site that it feeds.
+
+    Args:
+      params: of an LSTM expert.
+      inputs: `Forward.inputs`.
+      errors: a tree like `sites`, [T, B, units]: the derivative of a window's summed loss by them.
+
+    Returns:
+      The gradient of the mean loss over the T B bytes, a tree like the body; zero elsewhere.
+    """
+
+    def outer(x: jax.Array, error: jax.Array) -> jax.Array:
+        total = jnp.tensordot(x, error, ((0, 1), (0, 1)), precision="highest")
+        return total / math.prod(x.shape[:2])
+
+    gradient = jax.tree.map(jnp.zeros_like, params["body"])
+    for i, block in enumerate(gradient["blocks"]):
+        of_inputs, of_errors = inputs["blocks"][i], errors["blocks"][i]
+        block["lstm_input"] = outer(of_inputs["lstm_input"], of_errors["gates"])
+        block["lstm_recurrent"] = outer(of_inputs["lstm_recurrent"], of_errors["gates"])
+        block["mlp_in"] = outer(of_inputs["mlp_in"], of_errors["hidden"])
+        block["mlp_out"] = outer(of_inputs["mlp_out"], of_errors["written"])
+    if "input_projection" in errors:
+        gradient["input_projection"] = outer(inputs["input_projection"], errors["input_projection"])
+    return gradient
 
 
 def apply(

@@ -122,6 +122,38 @@ def test_a_bad_value_is_refused_by_name(path, value, says):
         resolve(changed(path, value))
 
 
+ACTIVITY = {
+    "expert.estimator": "feedback",
+    "expert.weight_decay": 0.0,
+    "expert.sequences": 8,
+    "expert.n_pert": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"expert.weight_decay": 1e-4}, "set config.expert.weight_decay=0"),
+        ({"expert.own_batch": True}, "set config.expert.own_batch=False"),
+        ({"expert.n_pert": 3}, "must divide config.expert.sequences=8"),
+        ({"expert.estimator": "node_perturbation"}, "must be config.expert.sequences=8"),
+        ({"expert.window": 8, "expert.credit": 9}, "a window has 8 bytes"),
+        ({"expert.estimator": "spsa", "expert.credit": 2}, "node_perturbation or feedback"),
+        ({"model.recurrence": "gru"}, "needs config.model.recurrence=lstm"),
+        ({"model.tied": False}, "config.model.tied=True"),
+    ],
+)
+def test_what_perturbed_activities_do_not_go_with_is_refused(changes, says):
+    def config(values):
+        result = default_config()
+        result.update_from_flattened_dict(values)
+        return result
+
+    assert resolve(config(ACTIVITY)).expert.n_pert == 4
+    with pytest.raises(SomaError, match=re.escape(says)):
+        resolve(config(ACTIVITY | changes))
+
+
 @pytest.mark.parametrize("path", ["colour", "expert.momentum", "model.depth"])
 def test_an_unknown_field_is_refused_by_name(path):
     with pytest.raises(SomaError, match=f"config.{path} is not a field"):
@@ -189,6 +221,11 @@ def test_what_an_update_reads_and_costs():
     shared = dataclasses.replace(own, share=4, carry=True)
     assert shared.windows_per_update == 8
     assert shared.byte_forwards_per_update == own.byte_forwards_per_update + 8 * 16
+    # A forward and its outer products; of perturbed windows, both signs.
+    whole = dataclasses.replace(stage, estimator="node_perturbation", head_sequences=0)
+    assert whole.byte_forwards_per_update == 3 * 4 * 16
+    feedback = dataclasses.replace(whole, estimator="feedback", n_pert=2)
+    assert feedback.byte_forwards_per_update == (3 * 4 + 3 * 2) * 16
 
 
 CONFIGS = sorted(

@@ -251,7 +251,7 @@ def test_a_whitened_update_is_the_formulas_step():
     )
     params, drawn = seed_params(), windows(0, 2)
     body = params["body"]
-    inputs = model.forward(params, drawn[:, :-1].astype(np.int32))[2]
+    inputs = model.forward(params, drawn[:, :-1].astype(np.int32)).inputs
 
     def factor(p, x):
         if x is None:

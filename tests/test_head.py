@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from soma_jax import model
-from soma_jax.head import delta_rule
+from soma_jax.head import delta_rule, readout_rule
 
 
 @pytest.fixture(scope="module", params=[3, 4], ids=["projections", "plain"])
@@ -36,3 +36,29 @@ def test_returns_the_mean_loss_of_the_windows(problem):
     params, windows, _, value = problem
     expected = float(jax.jit(model.byte_losses)(params, windows).mean())
     assert float(value) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("embedding", [3, 4], ids=["projections", "plain"])
+def test_the_readouts_rule_is_its_gradient(embedding):
+    params = model.init(jax.random.key(1), model.ExpertConfig(4, 1, embedding))
+    params["body"]["final_gain"] *= jnp.array([0.5, 1.0, 2.0, -1.0])
+    windows = np.random.default_rng(2).integers(256, size=(3, 6), dtype=np.uint8)
+    run, targets = model.forward(params, windows[:, :-1].astype(int)), windows[:, 1:].T.astype(int)
+    names = ["final_gain"] + ["output_projection"] * (embedding != 4)
+
+    def losses(stream, readout):
+        h = model.layer_norm(stream, readout["final_gain"])
+        h = h @ readout.get("output_projection", jnp.eye(4))
+        return -jnp.take_along_axis(
+            jax.nn.log_softmax(h @ readout["head"].T), targets[..., None], -1
+        )[..., 0]
+
+    readout = {"head": params["head"]} | {name: params["body"][name] for name in names}
+    ours, error, gradient = readout_rule(params, run, targets)
+    np.testing.assert_allclose(ours, losses(run.stream, readout), rtol=1e-5)
+    by_stream = jax.grad(lambda stream: losses(stream, readout).sum())(run.stream)
+    np.testing.assert_allclose(error, by_stream, rtol=1e-4, atol=1e-5)
+    expected = jax.grad(lambda readout: losses(run.stream, readout).mean())(readout)
+    assert gradient.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(gradient[name], value, rtol=1e-4, atol=1e-6)

@@ -328,7 +328,7 @@ def test_losses_of_perturbed_experts_are_exact_at_the_size_they_are_trained_at(n
 def test_matrix_inputs_are_what_each_matrix_multiplies():
     params, windows, expected = random_expert(TINY), random_bytes(2, 6), {}
     loop_losses(params, windows, expected)
-    inputs = jax.jit(model.forward)(params, windows[:, :-1])[2]
+    inputs = jax.jit(model.forward)(params, windows[:, :-1]).inputs
     named = {k: inputs[k] for k in ("input_projection", "output_projection")}
     for i, block in enumerate(inputs["blocks"]):
         named |= {f"{i} {name}": x for name, x in block.items() if x is not None}

@@ -1,0 +1,29 @@
+"""Four width-32 experts on the embedded corpus by learned feedback, on a laptop's CPU.
+
+python launch/main.py --config=configs/soma_n4_activity.py
+
+Forward passes only, with noise in the activities instead of the weights: docs/estimators.md says
+how far that goes and which local derivatives it uses.
+"""
+
+from soma_jax.config import default_config
+
+
+def get_config():
+    config = default_config()
+    config.active = 2
+    for stage in (config.seed, config.expert):
+        stage.estimator = "feedback"
+        stage.parameters = "all"
+        stage.head_sequences = 0  # the readout's gradient comes with the estimate
+        stage.sequences = 32
+        stage.n_pert = 8
+        stage.window = 128
+        stage.credit = 8
+        stage.eps = 0.1
+        stage.learning_rate = 1e-2
+        stage.decay_to = 0.02
+        stage.weight_decay = 0.0
+    config.seed.updates = 1300
+    config.expert.updates = 650
+    return config
