@@ -18,4 +18,5 @@ NAMES = (
     "active_experts",
     "complementary",
     "plan",
+    "estimators",
 )
