@@ -187,7 +187,7 @@ def feedback(
             (state.changes, state.outputs),
             _over_devices(lax.psum, new, axis_name),
         )
-        clean = _windows(run._replace(state=None), slice(len(windows)))
+        clean = _windows(run._replace(state=[]), slice(len(windows)))
         losses, error, readout = readout_rule(expert, clean, targets[:, : len(windows)])
 
         def input_error(change: jax.Array, output: jax.Array, slopes: Any) -> jax.Array:
@@ -208,7 +208,8 @@ def draw(key: jax.Array, expert: model.Params, length: int, windows: int, first:
 
     Those of a window are a function of the key and its number, counted from `first`.
     """
-    units, tree = jax.tree.flatten(model.sites(expert))
+    sites = model.sites(expert)
+    units = jax.tree.leaves(sites)
     bits_per_byte = -(-sum(units) // 8)
 
     def of_window(number: jax.Array) -> jax.Array:
@@ -218,7 +219,8 @@ def draw(key: jax.Array, expert: model.Params, length: int, windows: int, first:
     bits = jax.vmap(of_window, out_axes=1)(first + jnp.arange(windows))
     signs = 2.0 * bits.astype(expert["head"].dtype) - 1
     ends = [sum(units[: i + 1]) for i in range(len(units))]
-    return tree.unflatten([signs[..., end - n : end] for n, end in zip(units, ends, strict=True)])
+    parts = [signs[..., end - n : end] for n, end in zip(units, ends, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(sites), parts)
 
 
 def _of_device(

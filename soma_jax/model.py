@@ -255,18 +255,18 @@ def forward(
         y = x @ matrix
         return y if noise is None else y + noise
 
-    body, quiet = params["body"], noise is None
+    body = params["body"]
     state = initial_state(params, ids_BxT.shape[0]) if state is None else state
     inputs: Params = {"blocks": [], "final_gain": None}
     slopes: Params = {"blocks": []}
     x = body.get("embedding", params["head"])[ids_BxT.T]
     if "input_projection" in body:
         inputs["input_projection"] = x
-        x = product(x, body["input_projection"], None if quiet else noise["input_projection"])
+        x = product(x, body["input_projection"], noise["input_projection"] if noise else None)
         slopes["input_projection"] = jnp.ones_like(x)
     new_state: State = []
     for i, (block, block_state) in enumerate(zip(body["blocks"], state, strict=True)):
-        of_block = dict.fromkeys(("gates", "hidden", "written")) if quiet else noise["blocks"][i]
+        of_block = noise["blocks"][i] if noise else dict.fromkeys(("gates", "hidden", "written"))
         is_lstm = "lstm_gain" in block
         first = block_state[0]
         normed = layer_norm(x, block["lstm_gain" if is_lstm else "gru_gain"])

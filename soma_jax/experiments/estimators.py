@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from jax.flatten_util import ravel_pytree
@@ -162,7 +163,7 @@ def _measure(given: Given, exact: gradients.Exact, of: Stage) -> dict[str, Any]:
     rng = np.random.default_rng((given.random_seeds[0], 1))
     batches = gradients.draw_batches(len(exact.windows), of, given.warm + given.repeats, rng)
     unravel = ravel_pytree(exact.params["body"])[1]
-    wanted = dict(_by_site(unravel(exact.gradient)))
+    wanted = dict(_by_site(unravel(jnp.asarray(exact.gradient))))
     found: dict[str, Any] = {site: {"cosine": [], "relative_error": []} for site in wanted}
     state = tx.init(exact.params["body"])
     for i, batch in enumerate(batches):
@@ -184,7 +185,7 @@ def _compiled(of: Stage) -> tuple[Any, Callable]:
     tx = ESTIMATORS[of.estimator].build(of, of.eps, None, chunk, None)
 
     @jax.jit
-    def one(params: model.Params, state: Any, key: jax.Array, windows: jax.Array) -> Any:
+    def one(params: model.Params, state: Any, key: jax.Array, windows: Any) -> Any:
         def complete(body: Any) -> model.Params:
             return {"head": params["head"], "body": body}
 
@@ -262,8 +263,10 @@ def _figure(result: dict[str, Any]) -> Any:
     names = list(dict.fromkeys(c["name"] for c in result["estimates"]))
     starts = list(dict.fromkeys(c["start"] for c in result["estimates"]))
     for name, color in zip(names, figures.cycle(), strict=False):
-        y = [np.mean(c["sites"]["all"]["cosine"]) for c in result["estimates"] if c["name"] == name]
-        cosine.plot(range(len(starts)), y, "o-", color=color, label=name)
+        cosines = [
+            np.mean(c["sites"]["all"]["cosine"]) for c in result["estimates"] if c["name"] == name
+        ]
+        cosine.plot(range(len(starts)), cosines, "o-", color=color, label=name)
     cosine.set_xticks(range(len(starts)), [f"{s:,}" for s in starts])
     cosine.set_xlabel("updates of backpropagation before")
     cosine.set_ylabel("cosine to the exact gradient")
@@ -272,10 +275,10 @@ def _figure(result: dict[str, Any]) -> Any:
     runs.draw_curves(operations, result["rows"])
     for row, color in zip(result["rows"], figures.cycle(), strict=False):
         spent = np.array([[x for x, _ in curve] for curve in row["curves"]])
-        losses = np.array([[y for _, y in curve] for curve in row["curves"]])
+        y = np.mean([[loss for _, loss in curve] for curve in row["curves"]], axis=0)
         # A run's rate is constant: its seconds are spread as its operations are.
         x = spent.mean(0) / spent.max() * np.mean(row["seconds"])
-        seconds.plot(x, losses.mean(0), color=color, marker=".")
+        seconds.plot(x, y, color=color, marker=".")
     losses = [loss for row in result["rows"] for loss in row["valid"]]
     for axes in (operations, seconds):
         axes.set_ylim(min(losses) - 0.1, max(losses) + 0.3)
