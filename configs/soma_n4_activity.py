@@ -17,8 +17,8 @@ def get_config():
         stage.parameters = "all"
         stage.head_sequences = 0  # the readout's gradient comes with the estimate
         stage.sequences = 32
-        stage.n_pert = 8
-        stage.window = 128
+        stage.n_pert = 4
+        stage.window = 64
         stage.credit = 8
         stage.eps = 0.1
         stage.learning_rate = 1e-2
