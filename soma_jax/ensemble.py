@@ -15,14 +15,18 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from soma_jax import expert
+from soma_jax import distributed, expert
 from soma_jax.config import Stage
+from soma_jax.errors import SomaError
 
 
 def make_mesh(experts: int, stage: Stage, devices: list[Any] | None = None) -> Mesh:
     """Axes (expert, probe): as many devices over experts as divide them, the rest over directions.
 
     A device is left out rather than given an uneven part: results do not depend on placement.
+
+    Raises:
+      SomaError: a whole process would be left out.
     """
     devices = jax.devices() if devices is None else devices
     over_experts = max(n for n in range(1, len(devices) + 1) if experts % n == 0)
@@ -32,6 +36,12 @@ def make_mesh(experts: int, stage: Stage, devices: list[Any] | None = None) -> M
         if stage.n_pert % n == 0 and stage.head_sequences % n == 0
     )
     used = np.array(devices[: over_experts * over_probes]).reshape(over_experts, over_probes)
+    if left_out := {d.process_index for d in devices} - {d.process_index for d in used.flat}:
+        raise SomaError(
+            f"{len(devices)} devices cannot share {experts} experts, {stage.n_pert} directions and "
+            f"{stage.head_sequences} windows of the head evenly, and process {min(left_out)} would "
+            f"have nothing to do: use {used.size} devices"
+        )
     return Mesh(used, ("expert", "probe"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
@@ -41,8 +51,8 @@ def stack(states: list[expert.ExpertState]) -> expert.ExpertState:
 
 
 def unstack(states: expert.ExpertState) -> list[expert.ExpertState]:
-    """The inverse of `stack`, on the host."""
-    states = jax.device_get(states)
+    """The inverse of `stack`, on the host (of every process)."""
+    states = distributed.fetch(states)
     count = states.update.shape[0]
     return [jax.tree.map(lambda x, i=i: x[i], states) for i in range(count)]
 
@@ -91,8 +101,8 @@ class Ensemble:
 
     def place(self, states: Any) -> Any:
         """Puts stacked states, keys or validation windows on their devices."""
-        return jax.device_put(states, self._placements[0])
+        return distributed.place(states, self._placements[0])
 
     def place_batch(self, batch: expert.Batch) -> expert.Batch:
         """Puts a stacked batch on its devices."""
-        return jax.device_put(batch, self._placements[1])
+        return distributed.place(batch, self._placements[1])
