@@ -83,7 +83,7 @@ class Checkpoints:
         """
         path, wanted = self._path(step), _named(like)
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             digest, _ = str(arrays.pop(_DIGEST)), arrays.pop(_LOSS)
         except Exception as error:  # whatever damage makes of the readers of zip and of arrays
@@ -134,7 +134,7 @@ class Checkpoints:
     def _loss(self, step: int) -> float:
         """What was saved with a checkpoint; infinite when it is not finite or cannot be read."""
         try:
-            with np.load(self._path(step), allow_pickle=False) as file:
+            with self._path(step).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 loss = float(file[_LOSS])
         except Exception:  # as in `restore`
             return math.inf

@@ -258,6 +258,7 @@ def _restore(
 ) -> tuple[int, list[expert.ExpertState]]:
     """The newest update at which every expert has a whole checkpoint, and the states there."""
     at_most: int | None = None
+    behind = trainees[0]
     while True:
         found = [
             c.newest(t.start, at_most) or (0, jax.tree.map(np.asarray, t.start))
@@ -266,13 +267,14 @@ def _restore(
         steps = [step for step, _ in found]
         if min(steps) == max(steps):
             break
+        if at_most is None:
+            behind = trainees[steps.index(min(steps))]
         at_most = min(steps)
         if at_most == 0 and max(len(c.steps()) for c in checkpoints) > 1:
             # Not a kill between the very first saves. Starting all of them again is not for us.
-            lost = trainees[steps.index(0)].directory
             raise SomaError(
-                f"{lost} has no whole checkpoint at an update at which the other experts have one. "
-                "Restore it from a copy, or train the damaged experts alone (--config.run.only)"
+                f"{behind.directory} has no whole checkpoint at an update at which the other "
+                "experts have one. Restore it from a copy, or train it alone (--config.run.only)"
             )
     if distributed.leads():
         for checkpoint in checkpoints:
