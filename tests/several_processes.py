@@ -16,7 +16,7 @@ from soma_jax.interrupt import Interruptions
 STAGE = Stage(
     updates=50,
     n_pert=8,
-    sequences=2,
+    sequences=4,
     window=8,
     head_sequences=4,
     # Large, so that the last bit of a loss does not become 1e-4 of a finite difference.
@@ -27,7 +27,7 @@ STAGE = Stage(
 )
 CASES = {  # experts, and how they are trained
     "losses": (1, STAGE),  # of 16 losses and 1,896 coordinates, the losses are exchanged
-    "estimates": (1, dataclasses.replace(STAGE, n_pert=1024, sequences=1, updates=5)),
+    "estimates": (1, dataclasses.replace(STAGE, n_pert=1024, updates=5)),
     "experts": (2, dataclasses.replace(STAGE, own_batch=True, probe="rank_one", whitening=0.1)),
 }
 

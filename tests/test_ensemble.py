@@ -1,6 +1,10 @@
 import dataclasses
 import functools
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -207,3 +211,40 @@ def test_mesh_gives_experts_devices_first_and_directions_the_rest(
 
 def test_mesh_takes_all_devices_unless_told():
     assert ensemble.make_mesh(4, STAGE).devices.shape == (4, 1)
+
+
+# Run by itself: devices are made once in a process, and the other tests have four.
+_ON_EIGHT = """
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import numpy as np
+import test_ensemble as t
+t.UPDATES = 50
+one = t.train(4, 1)[0]
+for devices in (2, 3, 4, 8):
+    mesh = t.ensemble.make_mesh(4, t.STAGE, jax.devices()[:devices])
+    states = t.train(4, devices)[0]
+    off = max(np.abs(t.flat(a.params) - t.flat(b.params)).max() for a, b in zip(states, one))
+    print(devices, *mesh.devices.shape, off, *t.collectives(t.compiled(4, devices, t.STAGE)[1]))
+print("moved", min(np.abs(t.flat(a.params) - t.flat(t.start(i, t.STAGE).params)).max()
+                   for i, a in enumerate(one)))
+"""
+
+
+@pytest.mark.slow
+def test_four_experts_on_one_to_eight_devices_are_equal_after_fifty_updates():
+    """The same to 1e-6, devices that do not divide them included; FSO without a collective."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", _ON_EIGHT],
+        env=os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    *lines, (_, moved) = [line.split() for line in done.stdout.splitlines()]
+    assert float(moved) > 1e-2
+    assert [line[:3] for line in lines] == [list(x) for x in ("221", "321", "441", "842")]
+    assert max(float(line[3]) for line in lines) < 1e-6
+    assert [len(line[4:]) for line in lines] == [0, 0, 0, 2]
