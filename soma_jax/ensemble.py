@@ -99,6 +99,11 @@ class Ensemble:
         self.validate = sharded(local(one_validation), (by_expert, by_expert))
         """(states [N, ...], windows [N, W, T + 1]) -> (states, losses [N])."""
 
+    def exchanged_bytes(self, *arguments: Any) -> int:
+        """What each device gives to the others in an update of one expert, in bytes: the operands
+        of its sums. `arguments` are those of `update`."""
+        return _summed_bytes(self.update.trace(*arguments).jaxpr)
+
     def place(self, states: Any) -> Any:
         """Puts stacked states, keys or validation windows on their devices."""
         return distributed.place(states, self._placements[0])
@@ -106,3 +111,14 @@ class Ensemble:
     def place_batch(self, batch: expert.Batch) -> expert.Batch:
         """Puts a stacked batch on its devices."""
         return distributed.place(batch, self._placements[1])
+
+
+def _summed_bytes(jaxpr: Any) -> int:
+    result = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith("psum"):
+            result += sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
+        has_equations = lambda x: hasattr(x, "eqns")  # noqa: E731
+        inner = jax.tree.leaves(list(equation.params.values()), is_leaf=has_equations)
+        result += sum(_summed_bytes(x) for x in inner if has_equations(x))
+    return result

@@ -72,9 +72,9 @@ def spsa(
         `batch[j]` alone: the same number of forwards sees n_pert times the data.
       chunk: directions evaluated at once by `jax.vmap`; a matter of speed and memory only.
       axis_name: a `jax.shard_map` axis over which the directions are split (the paper's DDPP): each
-        device evaluates n_pert / axis size of them. The devices exchange their losses, and each
-        makes all directions again, or their estimates where these have fewer numbers. With
-        `own_batch` a device gets its own directions' part of the batch.
+        device evaluates n_pert / axis size of them, and the estimates are averaged; devices of
+        several processes exchange losses instead, where these are fewer. With `own_batch` a device
+        gets its own directions' part of the batch.
 
     Returns:
       A transformation whose `update(updates, state, params, *, value_fn, key, batch=None)` ignores
@@ -151,9 +151,10 @@ def spsa(
             js, half = xs
             return add(estimate, half, jax.vmap(lambda j: law(key, j, params))(js)), None
 
-        # Every device can make every direction, so it is enough to exchange what is smaller.
+        # Every device can make every direction, so processes exchange losses where these are fewer
+        # than coordinates. In one process an exchange is cheaper than directions made again.
         size = sum(x.size for x in jax.tree.leaves(params))
-        exchanges_losses = axis_name is not None and 2 * n_pert < size
+        exchanges_losses = axis_name is not None and jax.process_count() > 1 and 2 * n_pert < size
         zero = varying = jax.tree.map(jnp.zeros_like, params)
         if axis_name is not None and not exchanges_losses:  # what is summed differs by device
             varying = jax.tree.map(lambda x: lax.pcast(x, axis_name, to="varying"), zero)

@@ -159,6 +159,13 @@ def train(
                 if where.steps()[-1:] != [done]:
                     where.save(done, state, loss)
 
+        if mesh.shape["probe"] > 1:
+            batch = compiled.place_batch(_batch(trainees, done, stage))
+            size = compiled.exchanged_bytes(on_device, batch, keys)
+            console.print(
+                f"{name}: {mesh.shape['probe']} devices share the directions of an expert; each "
+                f"sends {size:,} bytes an update"
+            )
         work = len(trainees) * stage.byte_forwards_per_update
         progress = stack.enter_context(StageProgress(name, stage.updates, done, work))
         # Whitening calls LAPACK, whose own threads would wait for cores that are all in use.
@@ -168,8 +175,7 @@ def train(
         last_save = started
         failed = distributed.fetch(on_device.failed)
         while done < stage.updates and (failed < 0).any():
-            windows = np.stack([t.stream[done] for t in trainees])
-            batch = compiled.place_batch(expert.split_batch(windows, stage))
+            batch = compiled.place_batch(_batch(trainees, done, stage))
             on_device, losses = compiled.update(on_device, batch, keys)
             done += 1
 
@@ -211,6 +217,11 @@ def train(
     states = [c.restore(done, t.start) for c, t in zip(checkpoints, trainees, strict=True)]
     _refuse_failures(trainees, states)
     return states
+
+
+def _batch(trainees: Sequence[Trainee], update: int, stage: Stage) -> expert.Batch:
+    """What the experts read in an update."""
+    return expert.split_batch(np.stack([t.stream[update] for t in trainees]), stage)
 
 
 def finished(trainee: Trainee, stage: Stage) -> bool:
