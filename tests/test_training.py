@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import time
 
 import jax
 import numpy as np
@@ -305,6 +306,18 @@ def test_observations_are_made_when_asked(tmp_path):
     )
     assert [step for step, _ in seen] == [4, 8, 12]
     assert_same(seen[-1][1][0], states[0].params)
+
+
+def test_a_clock_that_jumps_changes_nothing(undisturbed, tmp_path, monkeypatch):
+    jumps = iter(np.random.default_rng(0).normal(1.7e9, 1e8, 10_000))
+    monkeypatch.setattr(time, "time", lambda: float(next(jumps)))
+    monkeypatch.setattr(time, "time_ns", lambda: int(next(jumps) * 1e9))
+    trainees = [make_trainee(tmp_path, i) for i in range(2)]
+    check_against(undisturbed, trainees, train(trainees))
+    lines = (trainees[0].directory / "metrics.jsonl").read_text().splitlines()
+    seconds = [json.loads(line)["seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] < 600
 
 
 def test_no_updates_leave_the_start_on_disk(tmp_path):
