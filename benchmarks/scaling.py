@@ -128,7 +128,9 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _hours(seconds: float) -> str:
-    return "never" if math.isinf(seconds) else f"{seconds / 3600:,.2f}"
+    if math.isinf(seconds):
+        return "never"
+    return f"{seconds / 3600:,.1f}" if seconds > 36_000 else f"{seconds / 3600:.2g}"
 
 
 def main(_: list[str]) -> None:
@@ -165,7 +167,7 @@ def main(_: list[str]) -> None:
                     f"{message_bytes(n_pert, F.coordinates) if devices > 1 else 0:,}",
                     f"{one:.3g}",
                     _hours(seconds),
-                    f"{devices * seconds / 3600:,.0f}",
+                    _hours(devices * seconds),
                     f"{F.ddpp_updates * update_seconds(n_pert, 1) / (devices * seconds):.0%}",
                 ]
             )
