@@ -63,10 +63,12 @@ class Checkpoints:
         target = self._path(step)
         if target.exists():
             raise SomaError(f"{target} exists already: a checkpoint is not saved over")
-        arrays = {name: np.asarray(x) for name, x in _named(jax.device_get(state)).items()}
+        arrays: dict[str, Any] = {
+            name: np.asarray(x) for name, x in _named(jax.device_get(state)).items()
+        }
         content = io.BytesIO()
-        extra = {_DIGEST: np.array(_digest(arrays)), _LOSS: np.float64(loss)}
-        np.savez(content, allow_pickle=False, **arrays, **extra)
+        about = {_DIGEST: np.array(_digest(arrays)), _LOSS: np.array(loss)}
+        np.savez(content, allow_pickle=False, **arrays | about)
         write_bytes(target, content.getvalue())
         for leftover in self._directory.glob(".*.npz.tmp"):
             leftover.unlink(missing_ok=True)  # of a save that was killed

@@ -85,7 +85,7 @@ class Ensemble:
             # One expert after the other: on a CPU the working set then stays in cache.
             return lambda *experts: lax.map(one, experts)
 
-        def sharded(function: Callable, in_specs: tuple) -> Callable:
+        def sharded(function: Callable, in_specs: tuple) -> Any:
             # check_vma: an LSTM's zero state is the same on every device, its inputs are not.
             return jax.jit(
                 jax.shard_map(
