@@ -24,9 +24,6 @@ def make_mesh(experts: int, stage: Stage, devices: list[Any] | None = None) -> M
     """Axes (expert, probe): as many devices over experts as divide them, the rest over directions.
 
     A device is left out rather than given an uneven part: results do not depend on placement.
-
-    Raises:
-      SomaError: a whole process would be left out.
     """
     devices = jax.devices() if devices is None else devices
     over_experts = max(n for n in range(1, len(devices) + 1) if experts % n == 0)
@@ -36,12 +33,6 @@ def make_mesh(experts: int, stage: Stage, devices: list[Any] | None = None) -> M
         if stage.n_pert % n == 0 and stage.head_sequences % n == 0
     )
     used = np.array(devices[: over_experts * over_probes]).reshape(over_experts, over_probes)
-    if left_out := {d.process_index for d in devices} - {d.process_index for d in used.flat}:
-        raise SomaError(
-            f"{len(devices)} devices cannot share {experts} experts, {stage.n_pert} directions and "
-            f"{stage.head_sequences} windows of the head evenly, and process {min(left_out)} would "
-            f"have nothing to do: use {used.size} devices"
-        )
     return Mesh(used, ("expert", "probe"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
@@ -58,9 +49,20 @@ def unstack(states: expert.ExpertState) -> list[expert.ExpertState]:
 
 
 class Ensemble:
-    """The compiled update and validation of N stacked experts on a mesh."""
+    """The compiled update and validation of N stacked experts on a mesh.
+
+    Raises:
+      SomaError: a process has none of the mesh's devices.
+    """
 
     def __init__(self, mesh: Mesh, stage: Stage, *, chunk: int = 0):
+        here = {device.process_index for device in mesh.devices.flat}
+        if idle := set(range(jax.process_count())) - here:
+            raise SomaError(
+                f"process {min(idle)} of {jax.process_count()} would have nothing to do: the "
+                f"experts, their {stage.n_pert} directions and {stage.head_sequences} windows of "
+                f"the head are shared evenly, by {mesh.size} devices here. Use fewer processes"
+            )
         axis_name = "probe" if mesh.shape["probe"] > 1 else None
         by_expert, by_probe = P("expert"), P("expert", axis_name)
         batch_spec = expert.Batch(

@@ -178,6 +178,30 @@ def refusal(config: ml_collections.ConfigDict) -> str:
     return ""
 
 
+@pytest.mark.parametrize(
+    ("only", "chosen"),
+    [
+        ("", [0, 1, 2, 3]),
+        ("2", [2]),
+        ("3,0", [0, 3]),
+        ("0-1, 3,1", [0, 1, 3]),
+        ("0-3", [0, 1, 2, 3]),
+    ],
+)
+def test_a_job_s_experts(only, chosen):
+    config = default_config()
+    config.run.only = only
+    assert resolve(config).chosen == chosen
+
+
+@pytest.mark.parametrize("only", ["4", "-1", "2-1", "0-4", "a", ",", "0,", "1.5", "0 1", "9" * 99])
+def test_a_bad_list_of_experts_is_refused(only):
+    config = default_config()
+    config.run.only = only
+    with pytest.raises(SomaError, match=r"config\.run\.only.*there are 4, from 0 on"):
+        resolve(config)
+
+
 def test_what_an_update_reads_and_costs():
     """2 n_pert B T byte-forwards, and one forward of the delta rule's windows."""
     stage = Stage(n_pert=8, sequences=4, window=16, head_sequences=3)

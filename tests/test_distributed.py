@@ -167,12 +167,8 @@ def test_half_a_description_is_refused(monkeypatch, arguments, words):
         jax.config.update("jax_cpu_collectives_implementation", before)
 
 
-def test_processes_that_cannot_share_are_refused():
-    class Device:
-        def __init__(self, process_index):
-            self.process_index = process_index
-
-    stage = several_processes.STAGE
-    devices = [Device(i) for i in range(3)]
-    with pytest.raises(SomaError, match="process 2 would have nothing to do"):
-        ensemble.make_mesh(1, stage, devices)
+def test_processes_that_cannot_share_are_refused(monkeypatch):
+    mesh = ensemble.make_mesh(1, several_processes.STAGE, jax.devices()[:1])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(SomaError, match="process 1 of 2 would have nothing to do"):
+        ensemble.Ensemble(mesh, several_processes.STAGE)

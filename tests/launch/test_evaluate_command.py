@@ -1,10 +1,12 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from soma_jax import evaluate, recipe, summary
 from soma_jax.data import store, windows
+from soma_jax.routing.router import Router
 from soma_jax.stats import paired_bootstrap
 
 
@@ -77,6 +79,26 @@ def test_any_text_is_scored_whole_and_a_damaged_checkpoint_passed_over(
     assert (result["documents"], result["documents_left_out"]) == (6, 4)
     assert result["scored_bytes"] == sum(max(0, length - 257) for length in lengths)
     check(result, windows.strided(list(map(text, lengths)), drop_incomplete=False), workdir, 1)
+
+
+def test_experts_that_are_not_there_are_named_and_the_others_score(launch, make_workdir, tmp_path):
+    workdir = make_workdir(tmp_path / "run")
+    shutil.rmtree(workdir.expert(1))
+    done = launch("evaluate", f"--workdir={workdir.path}", "--active=2", "--json", text=True)
+    assert done.returncode == 0, done.stderr
+    assert "expert 1 not trained yet" in done.stderr
+    result = json.loads(done.stdout)
+    assert result["experts"] == [0, 2]
+    assert result["updates"] == [1, 3]
+    # Windows go to the nearer of the two: as by a router that never knew the third.
+    _, states, router = recipe.load(workdir.path)
+    drawn = summary.drawn_windows(
+        store.open_store(workdir.store("test")), workdir.read_config().evaluation
+    )
+    texts = [ids.tobytes()[:256] for ids in drawn.ids]
+    similarities = Router.load(workdir.router).similarities(texts)
+    np.testing.assert_array_equal(router.route(texts, 1)[:, 0], similarities[:, [0, 2]].argmax(1))
+    assert len(states) == 2
 
 
 def test_a_person_reads_the_same_figures(launch, workdir, tmp_path):

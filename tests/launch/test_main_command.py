@@ -224,6 +224,32 @@ def test_two_runs_in_one_workdir_are_refused(tmp_path):
 
 
 @pytest.mark.slow
+def test_jobs_train_experts_of_their_own_in_one_workdir(undisturbed, tmp_path):
+    workdir = tmp_path / "run"
+    first = start(workdir, "--config.run.only=0,2")
+    while not (workdir / "router").exists() and first.poll() is None:
+        time.sleep(0.01)
+    code, output = run(workdir, "--config.run.only=1-2")
+    assert code == 2
+    assert "another run is using expert 2" in output
+    code, output = run(workdir, "--config.run.only=1")
+    assert code == 0, output
+    printed, _ = first.communicate(timeout=900)
+    assert first.returncode == 0, printed
+    # Whoever ends last scores; the other says who is missing.
+    assert ("not trained yet" in output) != ("not trained yet" in printed)
+    assert ("report.md" in output) != ("report.md" in printed)
+    ours, theirs = (
+        json.loads((where / "report" / "summary.json").read_text())
+        for where in (workdir, undisturbed[0])
+    )
+    assert ours["test"]["ensemble"] == pytest.approx(theirs["test"]["ensemble"], abs=1e-5)
+    code, output = run(workdir)
+    assert code == 0
+    assert "finished" in output
+
+
+@pytest.mark.slow
 def test_own_texts_and_a_changed_corpus(tmp_path):
     for split in ("train", "valid", "test"):
         (tmp_path / split).mkdir()
