@@ -152,7 +152,7 @@ def test_a_number_is_kept_or_refused_by_name_as_its_limits_say(path, value):
     allowed = (
         (field.type == "float" or type(value) is int)
         and math.isfinite(value)
-        and (type(value) is int or value == 0 or 1e-45 <= abs(value) < 3.4e38)  # float32
+        and (type(value) is int or value == 0 or 1e-45 <= abs(value) <= 3.4028234e38)  # float32
         and value >= limits.get("at_least", -math.inf)
         and value > limits.get("above", -math.inf)
         and value < limits.get("below", math.inf)
