@@ -188,6 +188,24 @@ def test_a_damaged_file_is_refused_or_gives_what_was_saved(saved, data):
     assert_same(restored, small)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda arrays: arrays | {"['b']": arrays["['b']"] + 1},
+        lambda arrays: arrays | {"['a']": arrays["['a']"].T},
+        lambda arrays: arrays | {"['c']": arrays["['b']"]},
+    ],
+)
+def test_a_whole_file_with_other_arrays_is_refused(saved, tmp_path, change):
+    _, small, content = saved
+    (tmp_path / "00000001.npz").write_bytes(content)
+    with np.load(tmp_path / "00000001.npz") as file:
+        arrays = dict(file)
+    np.savez(tmp_path / "00000001.npz", **change(arrays))
+    with pytest.raises(SomaError, match="its content is not what was saved"):
+        Checkpoints(tmp_path).restore(1, small)
+
+
 def test_a_pickle_in_a_checkpoint_is_not_opened(tmp_path, state):
     class Bomb:
         def __reduce__(self):
