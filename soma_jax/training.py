@@ -125,6 +125,7 @@ def train(
     """
     checkpoints = _checkpoints(trainees)
     apart = _apart(checkpoints, stage)
+    distributed.wait()  # process 0 changes nothing while the others still look
     if len(apart) > 1:
         for group in apart:
             train(name, [trainees[i] for i in group], stage, run, interruptions)
