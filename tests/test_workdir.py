@@ -46,7 +46,15 @@ def test_an_expert_is_one_job_s_until_it_ends(other, tmp_path):
 
 def test_what_all_need_is_made_by_one_while_the_others_wait(other, tmp_path, capsys):
     workdir = Workdir(tmp_path / "run")
-    threading.Timer(0.5, lambda: other.stdin.write("\n") and other.stdin.flush()).start()
+    told = threading.Event()
+
+    def tell():
+        told.set()
+        other.stdin.write("\n")
+        other.stdin.flush()
+
+    threading.Timer(0.5, tell).start()
     with workdir.lock([1]), workdir.alone(SHARED):
+        assert told.is_set()
         assert other.stdout.readline() == "left\n"
     assert "waiting for another job" in capsys.readouterr().out
