@@ -64,6 +64,7 @@ def main() -> None:
     bits = nats / np.log(2)
     result = {
         "workdir": str(workdir.path),
+        "experts": recipe.present(workdir, config),
         "updates": [int(state.update) for state in experts],
         "active": active,
         "data": _DATA.value or config.data.test,
@@ -153,7 +154,7 @@ def _by_document(
 
 
 def _text(result: dict[str, Any]) -> str:
-    updates = ", ".join(map(str, result["updates"]))
+    numbers, updates = (", ".join(map(str, result[name])) for name in ("experts", "updates"))
     routed = ", ".join(f"{share:.1%}" for share in result["routed_first"])
     losses = [
         f"{result[name]:.4f} {name.replace('_per_', '/')}  "
@@ -162,7 +163,8 @@ def _text(result: dict[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            f"{result['workdir']}: experts at updates {updates}; {result['active']} score a window",
+            f"{result['workdir']}: experts {numbers} at updates {updates}; "
+            f"{result['active']} score a window",
             f"{result['data']}: {result['scored_bytes']:,} bytes scored, in {result['windows']:,} "
             f"windows of {result['documents']:,} documents "
             f"({result['documents_left_out']:,} more left out)",

@@ -2,6 +2,9 @@
 
 Any field of the config can be overridden, as in `--config.expert.updates=500`; soma_jax/config.py
 lists them. Stopped at any moment, the same command goes on; finished, it says so.
+
+Several jobs share a workdir when each trains experts of its own (`--config.run.only=0,3`). Several
+processes are one job by --cluster, or --coordinator, --processes and --process.
 """
 
 from pathlib import Path
@@ -17,11 +20,18 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "where the run is kept [runs/NAME_OF_THE_CONFIG_FILE]"
 )
+_CLUSTER = flags.DEFINE_enum(
+    "cluster", None, ["slurm", "ompi"], "whose variables say which process of a job this is"
+)
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0 of this job")
+_PROCESSES = flags.DEFINE_integer("processes", None, "how many this job has", lower_bound=1)
+_PROCESS = flags.DEFINE_integer("process", None, "which one this is, from 0", lower_bound=0)
 
 
 def main() -> None:
     resolved = config.resolve(_CONFIG.value)
     cli.use_host_devices(resolved.run.host_devices)
+    cli.join(_CLUSTER.value, _COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
     from soma_jax import recipe  # after the devices are set: it brings JAX programs
     from soma_jax.workdir import Workdir
 

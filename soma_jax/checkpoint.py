@@ -1,82 +1,81 @@
-"""Checkpoints: Orbax, and nothing else knows about it.
+"""Checkpoints: one file for a state, in numpy's own format, and nothing else knows about it.
 
-A checkpoint carries a digest of its content, so that a flipped byte, a truncated file or a changed
-dtype is found on restore, and the one before it is used.
+An ensemble saves as many states as it has experts, so a checkpoint is one write and one rename. It
+carries a digest of its content: a flipped byte, a truncated file or a changed dtype is found on
+restore, and the one before it is used. Nothing in it can run code: there are only plain arrays.
 """
 
 from __future__ import annotations
 
 import hashlib
-import shutil
-import warnings
+import io
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from absl import logging
 
 from soma_jax.errors import SomaError
+from soma_jax.files import write_bytes
 
 PyTree = Any
-_WIDTH = 8  # digits of a step's directory, so that names sort
+_WIDTH = 8  # digits of an update in a file's name, so that names sort
+_DIGEST, _LOSS = "sha256", "loss"  # beside the arrays, whose names begin with . or [
 
 
-def _digest(tree: PyTree) -> str:
+def _named(tree: PyTree) -> dict[str, Any]:
+    return {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _digest(arrays: Mapping[str, np.ndarray]) -> str:
     result = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        array = np.asarray(leaf)
-        result.update(f"{jax.tree_util.keystr(path)}{array.dtype.str}{array.shape}".encode())
+    for name, array in arrays.items():
+        result.update(f"{name}{array.dtype.str}{array.shape}".encode())
         result.update(np.ascontiguousarray(array).tobytes())
     return result.hexdigest()
 
 
 class Checkpoints:
-    """The checkpoints of one expert, by update; the newest `keep` are kept.
+    """The checkpoints of one expert, by update: the newest `keep`, and the one of least loss.
 
-    Saving is synchronous: when `save` returns the state is on disk, under its final name.
+    When `save` returns the state is on disk, under its final name.
     """
 
     def __init__(self, directory: Path, keep: int = 2):
-        self._directory = Path(directory).absolute()  # Orbax fails late on a relative path
+        self._directory = Path(directory).absolute()
         self._keep = keep
-        self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
 
     def steps(self) -> list[int]:
         """Updates of which there is a checkpoint, whole or not, the oldest first."""
-        if not self._directory.is_dir():
-            return []
-        return sorted(int(p.name) for p in self._directory.iterdir() if p.name.isdigit())
+        return sorted(int(p.stem) for p in self._directory.glob("*.npz") if p.stem.isdigit())
 
-    def save(self, step: int, state: PyTree) -> None:
-        """Saves a state of arrays, then deletes what is older than the newest `keep`.
+    def save(self, step: int, state: PyTree, loss: float = math.nan) -> None:
+        """Saves a state of arrays, then deletes what is older than the newest `keep`, except the
+        one whose loss (of the expert's last validation; finite ones count) is the least.
 
         Raises:
           SomaError: when it cannot be written, or there is one of this update already; what is
             there is then untouched.
         """
-        state = jax.tree.map(np.asarray, jax.device_get(state))
         target = self._path(step)
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(leftover)  # of a save that was killed
-            self._orbax.save(
-                target,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state),
-                    digest=ocp.args.JsonSave({"sha256": _digest(state)}),
-                ),
-            )
-        except Exception as error:  # a full disk comes as OSError, ValueError, XlaRuntimeError
-            raise SomaError(
-                f"cannot save update {step} under {self._directory}: {_first_line(error)}. Make "
-                "room (or mend the permissions) and run the same command again: it goes on from "
-                "the last complete checkpoint"
-            ) from error
-        for old in self.steps()[: -self._keep]:
-            shutil.rmtree(self._path(old), ignore_errors=True)
+        if target.exists():
+            raise SomaError(f"{target} exists already: a checkpoint is not saved over")
+        arrays: dict[str, Any] = {
+            name: np.asarray(x) for name, x in _named(jax.device_get(state)).items()
+        }
+        content = io.BytesIO()
+        about = {_DIGEST: np.array(_digest(arrays)), _LOSS: np.array(loss)}
+        np.savez(content, allow_pickle=False, **arrays | about)
+        write_bytes(target, content.getvalue())
+        for leftover in self._directory.glob(".*.npz.tmp"):
+            leftover.unlink(missing_ok=True)  # of a save that was killed
+        steps = self.steps()
+        best = min(reversed(steps), key=self._loss)
+        for old in set(steps[: -self._keep]) - {best}:
+            self._path(old).unlink(missing_ok=True)
 
     def restore(self, step: int, like: PyTree) -> PyTree:
         """The state saved at an update, as numpy arrays in the structure of `like`.
@@ -84,29 +83,25 @@ class Checkpoints:
         Raises:
           SomaError: when it is damaged, or of another shape than `like`.
         """
-        target = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
+        path, wanted = self._path(step), _named(like)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # damage is reported below, once
-                found = self._orbax.restore(
-                    self._path(step),
-                    args=ocp.args.Composite(
-                        state=ocp.args.StandardRestore(target), digest=ocp.args.JsonRestore()
-                    ),
-                )
-        except Exception as error:  # whatever a damaged file makes of the readers below Orbax
-            raise SomaError(f"{self._path(step)} cannot be read: {_first_line(error)}") from error
-        if _digest(found.state) != found.digest["sha256"]:
-            raise SomaError(f"{self._path(step)} is damaged: its content is not what was saved")
-        for (path, want), got in zip(
-            jax.tree_util.tree_leaves_with_path(like), jax.tree.leaves(found.state), strict=True
-        ):
-            if (want.shape, want.dtype) != (got.shape, got.dtype):
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+            digest, _ = str(arrays.pop(_DIGEST)), arrays.pop(_LOSS)
+        except Exception as error:  # whatever damage makes of the readers of zip and of arrays
+            raise SomaError(f"{path} cannot be read: {_first_line(error)}") from error
+        if _digest(arrays) != digest:
+            raise SomaError(f"{path} is damaged: its content is not what was saved")
+        for name in wanted | arrays:
+            want, got = (
+                f"{tree[name].dtype}{tree[name].shape}" if name in tree else "nothing"
+                for tree in (wanted, arrays)
+            )
+            if want != got:
                 raise SomaError(
-                    f"{self._path(step)}{jax.tree_util.keystr(path)} is {got.dtype}{got.shape}, "
-                    f"and {want.dtype}{want.shape} is wanted: it is of another model"
+                    f"{path}: {name} is {got}, and {want} is wanted: it is of another model"
                 )
-        return found.state
+        return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
 
     def newest(self, like: PyTree, at_most: int | None = None) -> tuple[int, PyTree] | None:
         """The newest whole checkpoint (of update `at_most` or before), or None if none was saved.
@@ -136,10 +131,19 @@ class Checkpoints:
         """Deletes the checkpoints of later updates."""
         for later in self.steps():
             if later > step:
-                shutil.rmtree(self._path(later), ignore_errors=True)
+                self._path(later).unlink(missing_ok=True)
+
+    def _loss(self, step: int) -> float:
+        """What was saved with a checkpoint; infinite when it is not finite or cannot be read."""
+        try:
+            with self._path(step).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+                loss = float(file[_LOSS])
+        except Exception:  # as in `restore`
+            return math.inf
+        return loss if math.isfinite(loss) else math.inf
 
     def _path(self, step: int) -> Path:
-        return self._directory / f"{step:0{_WIDTH}d}"
+        return self._directory / f"{step:0{_WIDTH}d}.npz"
 
 
 def _first_line(error: Exception) -> str:

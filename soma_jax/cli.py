@@ -13,6 +13,7 @@ from absl import app, flags, logging
 
 from soma_jax.errors import SomaError
 from soma_jax.interrupt import Interrupted
+from soma_jax.progress import console
 
 
 def run(main: Callable[[], None]) -> None:
@@ -22,7 +23,7 @@ def run(main: Callable[[], None]) -> None:
     stopped by signal n.
     """
     logging.use_absl_handler()
-    logging.set_verbosity(logging.WARNING)  # Orbax tells every file it writes at INFO
+    logging.set_verbosity(logging.WARNING)
     try:
         app.run(lambda argv: _checked(main, argv), flags_parser=_parse)
     except SomaError as error:
@@ -58,6 +59,12 @@ def _checked(main: Callable[[], None], argv: Sequence[str]) -> None:
         sys.exit(128 + stop.signum)
     except KeyboardInterrupt:  # in a command that has nothing to save
         sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        if "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
+            from soma_jax import distributed
+
+            distributed.give_up(error)
+        raise
 
 
 def workdir(given: str | None, default: str) -> Path:
@@ -69,6 +76,14 @@ def workdir(given: str | None, default: str) -> Path:
     if given == "":
         raise SomaError("--workdir is empty; name a directory")
     return Path(default if given is None else given)
+
+
+def join(cluster: str | None, address: str | None, count: int | None, index: int | None) -> None:
+    """Makes this process one of several (`distributed.join`); only the first one talks."""
+    from soma_jax import distributed  # it brings JAX
+
+    distributed.join(cluster, address, count, index)
+    console.quiet = not distributed.leads()
 
 
 def use_host_devices(count: int) -> None:

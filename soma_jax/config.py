@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import math
 import operator
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -122,8 +123,9 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How a run is carried out; may differ when it is resumed."""
+    """How a run is carried out; may differ when it is resumed, and from job to job."""
 
+    only: str = ""  # the experts that this job trains, such as "0,3" or "0-63,70"; "" is all
     host_devices: int = field(0, at_least=0)  # CPU devices; 0: one for each core
     chunk: int = field(0, at_least=0)  # directions evaluated at once; 0: what suits the device
     log_every: int = field(10, at_least=1)  # updates between metric lines
@@ -150,6 +152,27 @@ class Config:
     @property
     def expert_shape(self) -> ExpertConfig:
         return ExpertConfig(**dataclasses.asdict(self.model))
+
+    @property
+    def chosen(self) -> list[int]:
+        """The experts that this job trains, in order.
+
+        Raises:
+          SomaError: config.run.only is no list of experts.
+        """
+        if not self.run.only:
+            return list(range(self.experts))
+        result: set[int] = set()
+        for part in self.run.only.split(","):
+            numbers = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
+            first, last = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (1, 0)
+            if not first <= last < self.experts:
+                raise SomaError(
+                    f"config.run.only={self.run.only!r}: {part!r} is no expert and no range of "
+                    f"experts such as 2 or 0-3; there are {self.experts}, from 0 on"
+                )
+            result.update(range(first, last + 1))
+        return sorted(result)
 
 
 def default_config() -> ml_collections.ConfigDict:
@@ -183,6 +206,7 @@ def resolve(config: ml_collections.ConfigDict) -> Config:
         raise SomaError("config.warm_start is False, so no seed is used: set config.seed.updates=0")
     if resolved.run.tensorboard and not importlib.util.find_spec("tensorboardX"):
         raise SomaError('config.run.tensorboard needs: pip install "soma_jax[tensorboard]"')
+    _ = resolved.chosen  # a bad list is told now
     return resolved
 
 

@@ -15,8 +15,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from soma_jax import expert
+from soma_jax import distributed, expert
 from soma_jax.config import Stage
+from soma_jax.errors import SomaError
 
 
 def make_mesh(experts: int, stage: Stage, devices: list[Any] | None = None) -> Mesh:
@@ -41,16 +42,27 @@ def stack(states: list[expert.ExpertState]) -> expert.ExpertState:
 
 
 def unstack(states: expert.ExpertState) -> list[expert.ExpertState]:
-    """The inverse of `stack`, on the host."""
-    states = jax.device_get(states)
+    """The inverse of `stack`, on the host (of every process)."""
+    states = distributed.fetch(states)
     count = states.update.shape[0]
     return [jax.tree.map(lambda x, i=i: x[i], states) for i in range(count)]
 
 
 class Ensemble:
-    """The compiled update and validation of N stacked experts on a mesh."""
+    """The compiled update and validation of N stacked experts on a mesh.
+
+    Raises:
+      SomaError: a process has none of the mesh's devices.
+    """
 
     def __init__(self, mesh: Mesh, stage: Stage, *, chunk: int = 0):
+        here = {device.process_index for device in mesh.devices.flat}
+        if idle := set(range(jax.process_count())) - here:
+            raise SomaError(
+                f"process {min(idle)} of {jax.process_count()} would have nothing to do: the "
+                f"experts, their {stage.n_pert} directions and {stage.head_sequences} windows of "
+                f"the head are shared evenly, by {mesh.size} devices here. Use fewer processes"
+            )
         axis_name = "probe" if mesh.shape["probe"] > 1 else None
         by_expert, by_probe = P("expert"), P("expert", axis_name)
         batch_spec = expert.Batch(
@@ -75,7 +87,7 @@ class Ensemble:
             # One expert after the other: on a CPU the working set then stays in cache.
             return lambda *experts: lax.map(one, experts)
 
-        def sharded(function: Callable, in_specs: tuple) -> Callable:
+        def sharded(function: Callable, in_specs: tuple) -> Any:
             # check_vma: an LSTM's zero state is the same on every device, its inputs are not.
             return jax.jit(
                 jax.shard_map(
@@ -89,10 +101,26 @@ class Ensemble:
         self.validate = sharded(local(one_validation), (by_expert, by_expert))
         """(states [N, ...], windows [N, W, T + 1]) -> (states, losses [N])."""
 
+    def exchanged_bytes(self, *arguments: Any) -> int:
+        """What each device gives to the others in an update of one expert, in bytes: the operands
+        of its sums. `arguments` are those of `update`."""
+        return _summed_bytes(self.update.trace(*arguments).jaxpr)
+
     def place(self, states: Any) -> Any:
         """Puts stacked states, keys or validation windows on their devices."""
-        return jax.device_put(states, self._placements[0])
+        return distributed.place(states, self._placements[0])
 
     def place_batch(self, batch: expert.Batch) -> expert.Batch:
         """Puts a stacked batch on its devices."""
-        return jax.device_put(batch, self._placements[1])
+        return distributed.place(batch, self._placements[1])
+
+
+def _summed_bytes(jaxpr: Any) -> int:
+    result = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith("psum"):
+            result += sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
+        has_equations = lambda x: hasattr(x, "eqns")  # noqa: E731
+        inner = jax.tree.leaves(list(equation.params.values()), is_leaf=has_equations)
+        result += sum(_summed_bytes(x) for x in inner if has_equations(x))
+    return result

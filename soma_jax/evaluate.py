@@ -91,7 +91,7 @@ def target_log_probabilities(params: model.Params, ids: np.ndarray) -> np.ndarra
 
 
 def _devices() -> list[jax.Device]:
-    return jax.devices()[:8]  # more would mostly score padding
+    return jax.local_devices()[:8]  # more would mostly score padding
 
 
 @cache

@@ -29,11 +29,15 @@ def write_bytes(path: Path, content: bytes) -> None:
     with naming_the_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)  # half a file only fills a disk that is full
+            raise
 
 
 def write_text(path: Path, text: str) -> None:

@@ -44,8 +44,9 @@ class Interruptions:
             raise Interrupted(signum)
 
     @property
-    def pending(self) -> bool:
-        return self._pending is not None
+    def pending(self) -> int:
+        """The signal that is postponed, or 0."""
+        return self._pending or 0
 
     def check(self) -> None:
         """Raises the postponed interruption, if there is one."""

@@ -1,7 +1,8 @@
 """The recipe, stage by stage (paper, section 3): cluster, seed, branch, train, route and score.
 
 Each stage leaves its result in the workdir, complete or absent, and is skipped when it is there:
-the same command goes on wherever a run was stopped.
+the same command goes on wherever a run was stopped. Experts are independent, so several jobs may
+each train some of them in one workdir: one of the jobs makes what all of them need.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
-from soma_jax import evaluate, expert, model, randomness, report, summary, training
+from soma_jax import distributed, evaluate, expert, model, randomness, report, summary, training
 from soma_jax.checkpoint import Checkpoints
 from soma_jax.config import Config, Data, Stage
 from soma_jax.data import store, windows
@@ -28,7 +30,7 @@ from soma_jax.files import naming_the_disk, read_json, write_bytes, write_json, 
 from soma_jax.interrupt import Interruptions
 from soma_jax.progress import activity, console
 from soma_jax.routing.router import Router
-from soma_jax.workdir import Workdir
+from soma_jax.workdir import STAGES, Workdir
 
 _OBSERVATIONS = 10  # looks at the ensemble's validation loss in a stage
 
@@ -49,61 +51,92 @@ class _Run:
 def run(config: Config, workdir: Workdir, *, show: bool = True) -> dict[str, Any]:
     """Runs, or goes on with, the whole recipe and returns the summary (`report/summary.json`).
 
+    A job that trains only some experts (`config.run.only`) ends when these are trained; the job
+    that finds all of them trained scores the ensemble.
+
     Args:
       config: of the run.
       workdir: of the run.
       show: also print the table of losses, and write the report's page and figures.
 
+    Returns:
+      The summary; empty while experts are still to be trained by other jobs.
+
     Raises:
       SomaError: bad input, a changed config or corpus, a stopped expert, a full disk.
       Interrupted: on SIGTERM or Ctrl-C, after saving.
     """
-    with workdir.lock(), Interruptions() as interruptions:
-        workdir.check(config)
-        corpora = _open_corpora(config, workdir)
-        workdir.adopt(config, {split: corpus.fingerprint for split, corpus in corpora.items()})
-        this = _Run(config, workdir, interruptions, read_json(workdir.screened), **corpora)
-        if workdir.summary.exists():
-            console.print(f"{workdir.path}: finished; nothing to do")
-        else:
-            # The clusters need no seed: what is wrong with them shows before days of training.
-            with _timed(workdir, "cluster"):
-                router, shards = _cluster(this)
-            with _timed(workdir, "seed"):
-                seed = _train_seed(this)
+    experts = config.chosen if config.run.only else None
+    with workdir.lock(experts), Interruptions() as interruptions:
+        with workdir.alone():
+            with distributed.in_turn():
+                this = _open(config, workdir, interruptions)
+            if finished := workdir.summary.exists():
+                console.print(f"{workdir.path}: finished; nothing to do")
+            else:
+                # The clusters need no seed: what is wrong with them shows before days of training.
+                with distributed.in_turn(), _timed(workdir, "cluster"):
+                    router, shards = _cluster(this)
+                with _timed(workdir, "seed"):
+                    seed = _train_seed(this)
+        if not finished:
+            trainees = _branch(this, seed, shards)
             with _timed(workdir, "experts"):
-                experts, validation = _train_experts(this, seed, router, shards)
-            with _timed(workdir, "evaluate"), activity("evaluate: scoring the test texts"):
-                trained = summary.Trained(config, seed, experts, router, shards, validation)
-                valid = summary.drawn_windows(this.valid, config.evaluation)
-                test = summary.drawn_windows(this.test, config.evaluation, this.screened)
-                scores = summary.scores(trained, this.train, valid, test, this.screened)
-            write_json(workdir.summary, scores | summary.compute(config, read_json(workdir.stages)))
-        if show:
+                _train_experts(this, trainees, router)
+            with workdir.alone():
+                if distributed.leads():
+                    _score(this, seed, router, shards, trainees)
+                distributed.wait()
+        if not workdir.summary.exists():
+            return {}
+        if show and distributed.leads():
             report.show(workdir)
         return read_json(workdir.summary)
+
+
+def _open(config: Config, workdir: Workdir, interruptions: Interruptions) -> _Run:
+    """The run, with its corpora, once it is known that it is this config's."""
+    workdir.check(config)
+    corpora = _open_corpora(config, workdir)
+    workdir.adopt(config, {split: corpus.fingerprint for split, corpus in corpora.items()})
+    return _Run(config, workdir, interruptions, read_json(workdir.screened), **corpora)
 
 
 def load(path: Path) -> tuple[Config, list[expert.ExpertState], Router]:
     """The newest whole state of each expert of a workdir, and its router; writes and locks nothing.
 
+    Experts without a checkpoint, which other jobs have still to train, are named in a warning; the
+    router then sends a text to those that are there, whose numbers `present` gives.
+
     Raises:
-      SomaError: there is no workdir, router or whole checkpoint.
+      SomaError: there is no workdir, no router, no expert, or no whole checkpoint of one.
     """
     workdir = Workdir(path)
     config = workdir.read_config()
-    experts = [_newest(workdir.expert(i), config, config.expert) for i in range(config.experts)]
-    return config, experts, Router.load(workdir.router)
-
-
-def _newest(directory: Path, config: Config, stage: Stage) -> expert.ExpertState:
     like = jax.eval_shape(
-        lambda: expert.init_state(model.init(jax.random.key(0), config.expert_shape), stage)
+        lambda: expert.init_state(model.init(jax.random.key(0), config.expert_shape), config.expert)
     )
-    found = Checkpoints(directory / "checkpoints").newest(like)
-    if found is None:
-        raise SomaError(f"{directory} holds no checkpoint: train it first with launch/main.py")
-    return found[1]
+    there = present(workdir, config)
+    if not there:
+        raise SomaError(
+            f"{path} holds no checkpoint of an expert: train it first with launch/main.py"
+        )
+    if absent := sorted(set(range(config.experts)) - set(there)):
+        logging.warning(
+            "%s: expert %s not trained yet; texts go to the other %d",
+            path,
+            ", ".join(map(str, absent)),
+            len(there),
+        )
+    found = [Checkpoints(workdir.expert(i) / "checkpoints").newest(like) for i in there]
+    router = Router.load(workdir.router).restricted(there)
+    return config, [state for _, state in filter(None, found)], router
+
+
+def present(workdir: Workdir, config: Config) -> list[int]:
+    """The experts of a workdir that have a checkpoint."""
+    every = range(config.experts)
+    return [i for i in every if Checkpoints(workdir.expert(i) / "checkpoints").steps()]
 
 
 def _open_corpora(config: Config, workdir: Workdir) -> dict[str, store.Store]:
@@ -226,13 +259,8 @@ def _shards(config: Config, assignment: np.ndarray) -> list[np.ndarray]:
     return [np.flatnonzero(assignment == i) for i in range(config.experts)]
 
 
-def _train_experts(
-    this: _Run, seed: model.Params, router: Router, shards: list[np.ndarray]
-) -> tuple[list[model.Params], list[np.ndarray]]:
-    """Branch, each expert a copy of the seed, and train each alone on its shard.
-
-    Returns the experts and their validation windows.
-    """
+def _branch(this: _Run, seed: model.Params, shards: list[np.ndarray]) -> list[training.Trainee]:
+    """Every expert as a copy of the seed (or drawn, in a cold start), with its shard."""
     config, trainees = this.config, []
     for i, chunks in enumerate(shards):
         start = seed
@@ -240,8 +268,48 @@ def _train_experts(
             start = model.init(randomness.key(config.random_seed, "init", i), config.expert_shape)
         directory = this.workdir.expert(i)
         trainees.append(_trainee(this, config.expert, "expert", i, directory, start, chunks))
-    states = _train(this, "experts", trainees, this.config.expert, router)
-    return [s.params for s in states], [t.validation for t in trainees]
+    return trainees
+
+
+def _train_experts(this: _Run, trainees: list[training.Trainee], router: Router) -> None:
+    """Trains this job's experts, each alone on its shard."""
+    config = this.config
+    mine = [trainees[i] for i in config.chosen]
+    _train(this, "experts", mine, config.expert, router if len(mine) == len(trainees) else None)
+
+
+def _score(
+    this: _Run,
+    seed: model.Params,
+    router: Router,
+    shards: list[np.ndarray],
+    trainees: list[training.Trainee],
+) -> None:
+    """Routes and scores, and writes the summary, when all experts are trained."""
+    config, workdir = this.config, this.workdir
+    if absent := [
+        str(i) for i, t in enumerate(trainees) if not training.finished(t, config.expert)
+    ]:
+        console.print(
+            f"expert {', '.join(absent)} not trained yet: the job that finds all of them trained "
+            "scores the ensemble"
+        )
+        return
+    if workdir.summary.exists():  # another job, which was here before, has written it
+        return
+    with _timed(workdir, "evaluate"), activity("evaluate: scoring the test texts"):
+        trained = summary.Trained(
+            config,
+            seed,
+            [state.params for state in training.results(trainees, config.expert)],
+            router,
+            shards,
+            [t.validation for t in trainees],
+        )
+        valid = summary.drawn_windows(this.valid, config.evaluation)
+        test = summary.drawn_windows(this.test, config.evaluation, this.screened)
+        scores = summary.scores(trained, this.train, valid, test, this.screened)
+    write_json(workdir.summary, scores | summary.compute(config, read_json(workdir.stages)))
 
 
 def _trainee(
@@ -273,11 +341,13 @@ def _train(
     stage: Stage,
     router: Router | None,
 ) -> list[expert.ExpertState]:
-    """Trains a stage, and follows the validation loss of the (routed) ensemble in curve.jsonl."""
+    """Trains a stage, and follows the validation loss of its (routed) ensemble in curve.jsonl."""
     scored = summary.drawn_windows(this.valid, this.config.evaluation)
     path = this.workdir.curve
 
     def observe(update: int, experts: list[model.Params]) -> None:
+        if not distributed.leads():
+            return
         loss = evaluate.score(experts, router, scored, this.config.active)
         record = {"stage": name, "update": update, "nats_per_byte": loss.nats(loss.sums.shape[1])}
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -297,18 +367,21 @@ def _train(
         stage,
         this.config.run,
         this.interruptions,
-        observe=observe,
+        observe=observe if name == "seed" or router is not None else None,
         observe_every=-(-stage.updates // _OBSERVATIONS),
     )
 
 
 @contextmanager
 def _timed(workdir: Workdir, stage: str) -> Iterator[None]:
-    """Adds the seconds spent inside to the stage's, over all the runs it takes."""
+    """Adds the seconds spent inside to the stage's, over all the runs and jobs it takes."""
     start = time.monotonic()
     try:
         yield
     finally:
-        stages = read_json(workdir.stages) if workdir.stages.exists() else {}
-        spent = stages.get(stage, 0.0) + time.monotonic() - start
-        write_json(workdir.stages, stages | {stage: round(spent, 3)})
+        spent = time.monotonic() - start
+        if distributed.leads():
+            with workdir.alone(STAGES):
+                stages = read_json(workdir.stages) if workdir.stages.exists() else {}
+                spent += stages.get(stage, 0.0)
+                write_json(workdir.stages, stages | {stage: round(spent, 3)})

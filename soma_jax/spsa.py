@@ -38,6 +38,16 @@ def _weighted_sum(weights: jax.Array, directions: Any) -> jax.Array:
     return jnp.tensordot(weights.astype(directions.dtype), directions, 1, precision="highest")
 
 
+def _scan_chunks(f: Callable, init: PyTree, xs: Any, chunk: int) -> tuple[PyTree, Any]:
+    """`lax.scan` over chunks of equal size: the largest divisor of the length that is at most
+    `chunk`; `f` gets and gives whole chunks."""
+    length = len(jax.tree.leaves(xs)[0])
+    size = max(c for c in range(1, min(chunk, length) + 1) if length % c == 0)
+    chunks = jax.tree.map(lambda x: x.reshape(length // size, size, *x.shape[1:]), xs)
+    carry, ys = lax.scan(f, init, chunks)
+    return carry, jax.tree.map(lambda y: y.reshape(length, *y.shape[2:]), ys)
+
+
 def spsa(
     n_pert: int,
     eps: jax.Array | float,
@@ -62,8 +72,9 @@ def spsa(
         `batch[j]` alone: the same number of forwards sees n_pert times the data.
       chunk: directions evaluated at once by `jax.vmap`; a matter of speed and memory only.
       axis_name: a `jax.shard_map` axis over which the directions are split (the paper's DDPP): each
-        device evaluates n_pert / axis size of them and the estimates are averaged. With `own_batch`
-        a device gets its own directions' part of the batch.
+        device evaluates n_pert / axis size of them, and the estimates are averaged; devices of
+        several processes exchange losses instead, where these are fewer. With `own_batch` a device
+        gets its own directions' part of the batch.
 
     Returns:
       A transformation whose `update(updates, state, params, *, value_fn, key, batch=None)` ignores
@@ -126,28 +137,38 @@ def spsa(
             losses = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
             return z, (losses[0] - losses[1]).mean() / 2, losses.mean()
 
-        def add_chunk(estimate, xs):
+        def add(estimate: PyTree, half: jax.Array, z: PyTree) -> PyTree:
+            return jax.tree.map(lambda g, z: g + _weighted_sum(half / eps, z), estimate, z)
+
+        def forwards(estimate, xs):
             js, batches = xs
             z, half, mean = jax.vmap(probe, in_axes=(0, 0 if own_batch else None))(
                 js, batches if own_batch else batch
             )
-            estimate = jax.tree.map(lambda g, z: g + _weighted_sum(half / eps, z), estimate, z)
-            return estimate, (half, mean)
+            return estimate if exchanges_losses else add(estimate, half, z), (half, mean)
 
-        # Chunks of equal size: the largest divisor of our share that is at most `chunk`.
-        size = max(c for c in range(1, min(chunk, mine) + 1) if mine % c == 0)
-        split = lambda x: x.reshape(mine // size, size, *x.shape[1:])  # noqa: E731
-        xs = (split(first + jnp.arange(mine)), jax.tree.map(split, batch) if own_batch else None)
-        zero = jax.tree.map(jnp.zeros_like, params)
-        if axis_name is not None:  # what is summed differs from device to device
-            zero = jax.tree.map(lambda x: lax.pcast(x, axis_name, to="varying"), zero)
-        total, losses = lax.scan(add_chunk, zero, xs)
-        losses = [x.astype(jnp.float32).reshape(mine) for x in losses]
+        def from_losses(estimate, xs):
+            js, half = xs
+            return add(estimate, half, jax.vmap(lambda j: law(key, j, params))(js)), None
+
+        # Every device can make every direction, so processes exchange losses where these are fewer
+        # than coordinates. In one process an exchange is cheaper than directions made again.
+        size = sum(x.size for x in jax.tree.leaves(params))
+        exchanges_losses = axis_name is not None and jax.process_count() > 1 and 2 * n_pert < size
+        zero = varying = jax.tree.map(jnp.zeros_like, params)
+        if axis_name is not None and not exchanges_losses:  # what is summed differs by device
+            varying = jax.tree.map(lambda x: lax.pcast(x, axis_name, to="varying"), zero)
+        xs = (first + jnp.arange(mine), batch if own_batch else None)
+        total, losses = _scan_chunks(forwards, varying, xs, chunk)
         if axis_name is not None:
             # Each device's losses at their place among all, so that one sum joins everything.
-            losses = [jnp.zeros(n_pert).at[first + jnp.arange(mine)].set(x) for x in losses]
-            total, losses = lax.psum((total, losses), axis_name)
-        half, mean = losses
+            losses = [jnp.zeros(n_pert, x.dtype).at[xs[0]].set(x) for x in losses]
+            if exchanges_losses:
+                losses = lax.psum(losses, axis_name)
+                total, _ = _scan_chunks(from_losses, zero, (jnp.arange(n_pert), losses[0]), chunk)
+            else:
+                total, losses = lax.psum((total, losses), axis_name)
+        half, mean = (x.astype(jnp.float32) for x in losses)
         loss = mean.mean()
         deviation = jnp.sqrt(jnp.square(half).mean() + jnp.square(mean - loss).mean())
         return jax.tree.map(lambda x: x / n_pert, total), SPSAState(loss, deviation)

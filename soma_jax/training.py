@@ -1,7 +1,8 @@
 """The training loop of a stage: some experts, in step, each from its own stream to its own place.
 
 Stopped at any moment and called again, it goes on from the newest update of which every expert has
-a whole checkpoint, and ends with bit-identical states and the same metric lines.
+a whole checkpoint, and ends with bit-identical states and the same metric lines. Experts that were
+trained apart, by several jobs, go on apart.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import numpy as np
 from absl import logging
 from threadpoolctl import threadpool_limits
 
-from soma_jax import ensemble, expert, model, randomness
+from soma_jax import distributed, ensemble, expert, model, randomness
 from soma_jax.checkpoint import Checkpoints
 from soma_jax.config import Run, Stage
 from soma_jax.data import pipeline
 from soma_jax.data.store import Store
 from soma_jax.errors import SomaError
 from soma_jax.files import naming_the_disk, write_text
-from soma_jax.interrupt import Interruptions
+from soma_jax.interrupt import Interrupted, Interruptions
 from soma_jax.progress import StageProgress, console
 
 # Called with (updates done, host parameters of each expert), e.g. to score the ensemble.
@@ -122,8 +123,15 @@ def train(
         cannot be saved.
       Interrupted: after saving, when a signal asked for it.
     """
-    checkpoints = [Checkpoints(t.directory / "checkpoints") for t in trainees]
-    done, states = _restore(trainees, checkpoints)
+    checkpoints = _checkpoints(trainees)
+    apart = _apart(checkpoints, stage)
+    distributed.wait()  # process 0 changes nothing while the others still look
+    if len(apart) > 1:
+        for group in apart:
+            train(name, [trainees[i] for i in group], stage, run, interruptions)
+        return results(trainees, stage)
+    with distributed.in_turn():
+        done, states = _restore(trainees, checkpoints)
     if done == stage.updates and all(c.steps() for c in checkpoints):
         _refuse_failures(trainees, states)
         return states
@@ -133,30 +141,42 @@ def train(
     on_device = compiled.place(ensemble.stack(states))
     keys = compiled.place(jnp.stack([t.key for t in trainees]))
     validation = compiled.place(np.stack([t.validation for t in trainees]))
+    validated = np.full(len(trainees), np.nan)  # each expert's last validation loss
 
     with contextlib.ExitStack() as stack:
         metrics = [
-            stack.enter_context(MetricLines(t.directory, done, run.tensorboard)) for t in trainees
+            stack.enter_context(MetricLines(t.directory, done, run.tensorboard))
+            for t in trainees
+            if distributed.leads()
         ]
 
         def save() -> None:
+            states = ensemble.unstack(on_device)
+            if not distributed.leads():
+                return
             for lines in metrics:
                 lines.flush()
-            for where, state in zip(checkpoints, ensemble.unstack(on_device), strict=True):
+            for where, state, loss in zip(checkpoints, states, validated.tolist(), strict=True):
                 if where.steps()[-1:] != [done]:
-                    where.save(done, state)
+                    where.save(done, state, loss)
 
+        if mesh.shape["probe"] > 1:
+            batch = compiled.place_batch(_batch(trainees, done, stage))
+            size = compiled.exchanged_bytes(on_device, batch, keys)
+            console.print(
+                f"{name}: {mesh.shape['probe']} devices share the directions of an expert; each "
+                f"sends {size:,} bytes an update"
+            )
         work = len(trainees) * stage.byte_forwards_per_update
         progress = stack.enter_context(StageProgress(name, stage.updates, done, work))
         # Whitening calls LAPACK, whose own threads would wait for cores that are all in use.
         stack.enter_context(threadpool_limits(1, "blas"))
         stack.enter_context(interruptions.postponed())
-        seconds_before, started = metrics[0].seconds, time.monotonic()
+        seconds_before, started = metrics[0].seconds if metrics else 0.0, time.monotonic()
         last_save = started
-        failed = np.asarray(on_device.failed)
+        failed = distributed.fetch(on_device.failed)
         while done < stage.updates and (failed < 0).any():
-            windows = np.stack([t.stream[done] for t in trainees])
-            batch = compiled.place_batch(expert.split_batch(windows, stage))
+            batch = compiled.place_batch(_batch(trainees, done, stage))
             on_device, losses = compiled.update(on_device, batch, keys)
             done += 1
 
@@ -167,11 +187,12 @@ def train(
                 facts = {"loss": losses, **on_device.body_optimizer.hyperparams}
                 if validates:
                     facts["validation"] = validation_losses
-                facts = {fact: np.asarray(values) for fact, values in facts.items()}
-                failed_before, failed = failed, np.asarray(on_device.failed)
+                facts = distributed.fetch(facts)
+                validated = facts.get("validation", validated)
+                failed_before, failed = failed, distributed.fetch(on_device.failed)
                 for i in np.flatnonzero((failed >= 0) & (failed_before < 0)).tolist():
                     logging.error("%s", _failure(trainees[i], failed[i]))
-                for i in np.flatnonzero(failed < 0).tolist():
+                for i in np.flatnonzero(failed < 0).tolist() if metrics else []:
                     metrics[i].write(
                         update=done,
                         byte_forwards=done * stage.byte_forwards_per_update,
@@ -182,15 +203,66 @@ def train(
                     progress(done, float(facts["loss"][failed < 0].mean()))
             if observe is not None and observe_every and done % observe_every == 0:
                 observe(done, [s.params for s in ensemble.unstack(on_device)])
-            if interruptions.pending or time.monotonic() - last_save > run.checkpoint_seconds:
+            # What one process is asked to do, all of them do: they take every step together.
+            signum, due = distributed.highest(
+                interruptions.pending, time.monotonic() - last_save > run.checkpoint_seconds
+            )
+            if signum or due:
                 save()
                 last_save = time.monotonic()
-                interruptions.check()
+            if signum:
+                raise Interrupted(signum)
         save()
+    distributed.wait()
     # The last states are read back: success is only said of what is really on disk.
     states = [c.restore(done, t.start) for c, t in zip(checkpoints, trainees, strict=True)]
     _refuse_failures(trainees, states)
     return states
+
+
+def _batch(trainees: Sequence[Trainee], update: int, stage: Stage) -> expert.Batch:
+    """What the experts read in an update."""
+    return expert.split_batch(np.stack([t.stream[update] for t in trainees]), stage)
+
+
+def finished(trainee: Trainee, stage: Stage) -> bool:
+    """Whether an expert's last state is on disk."""
+    return _checkpoints([trainee])[0].steps()[-1:] == [stage.updates]
+
+
+def results(trainees: Sequence[Trainee], stage: Stage) -> list[expert.ExpertState]:
+    """The last states of finished experts.
+
+    Raises:
+      SomaError: a state is damaged, or of an expert whose loss was not finite.
+    """
+    states = [
+        c.restore(stage.updates, t.start)
+        for c, t in zip(_checkpoints(trainees), trainees, strict=True)
+    ]
+    _refuse_failures(trainees, states)
+    return states
+
+
+def _checkpoints(trainees: Sequence[Trainee]) -> list[Checkpoints]:
+    return [Checkpoints(t.directory / "checkpoints") for t in trainees]
+
+
+def _apart(checkpoints: Sequence[Checkpoints], stage: Stage) -> list[list[int]]:
+    """Who is trained with whom: all together where they have an update in common to go on from.
+
+    Else jobs have trained some of them alone, and those that stand at one update go on together.
+    """
+    steps = [c.steps() for c in checkpoints]
+    # With no more than a first one, a kill between the very first saves: the start is not far.
+    near_start = [not some or (len(some) == 1 and some[0] < stage.updates) for some in steps]
+    reachable = [
+        set(some) | {0} if n else set(some) for some, n in zip(steps, near_start, strict=True)
+    ]
+    if set.intersection(*reachable):
+        return [list(range(len(steps)))]
+    newest = [some[-1] if some else 0 for some in steps]
+    return [[i for i, at in enumerate(newest) if at == one] for one in sorted(set(newest))]
 
 
 def _restore(
@@ -198,6 +270,7 @@ def _restore(
 ) -> tuple[int, list[expert.ExpertState]]:
     """The newest update at which every expert has a whole checkpoint, and the states there."""
     at_most: int | None = None
+    behind = trainees[0]
     while True:
         found = [
             c.newest(t.start, at_most) or (0, jax.tree.map(np.asarray, t.start))
@@ -206,17 +279,19 @@ def _restore(
         steps = [step for step, _ in found]
         if min(steps) == max(steps):
             break
+        if at_most is None:
+            behind = trainees[steps.index(min(steps))]
         at_most = min(steps)
         if at_most == 0 and max(len(c.steps()) for c in checkpoints) > 1:
-            # Not a kill between the very first saves: something was lost, and is not made up for.
-            lost = trainees[steps.index(0)].directory
+            # Not a kill between the very first saves. Starting all of them again is not for us.
             raise SomaError(
-                f"{lost} has no whole checkpoint at an update at which the other experts have one. "
-                "Restore it from a copy, or start again in a new --workdir"
+                f"{behind.directory} has no whole checkpoint at an update at which the other "
+                "experts have one. Restore it from a copy, or train it alone (--config.run.only)"
             )
-    for checkpoint in checkpoints:
-        # Left in place, they would count as the newest ones and push out those that we make now.
-        checkpoint.delete_after(steps[0])
+    if distributed.leads():
+        for checkpoint in checkpoints:
+            # Left in place, they would count as the newest and push out those that we make now.
+            checkpoint.delete_after(steps[0])
     if steps[0]:
         console.print(f"going on from update {steps[0]}")
     return steps[0], [state for _, state in found]

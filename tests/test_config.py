@@ -184,7 +184,7 @@ def test_a_number_is_kept_or_refused_by_name_as_its_limits_say(path, value):
     allowed = (
         (field.type == "float" or type(value) is int)
         and math.isfinite(value)
-        and (type(value) is int or value == 0 or 1e-45 <= abs(value) < 3.4e38)  # float32
+        and (type(value) is int or value == 0 or 1e-45 <= abs(value) <= 3.4028234e38)  # float32
         and value >= limits.get("at_least", -math.inf)
         and value > limits.get("above", -math.inf)
         and value < limits.get("below", math.inf)
@@ -208,6 +208,30 @@ def refusal(config: ml_collections.ConfigDict) -> str:
     except SomaError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize(
+    ("only", "chosen"),
+    [
+        ("", [0, 1, 2, 3]),
+        ("2", [2]),
+        ("3,0", [0, 3]),
+        ("0-1, 3,1", [0, 1, 3]),
+        ("0-3", [0, 1, 2, 3]),
+    ],
+)
+def test_a_job_s_experts(only, chosen):
+    config = default_config()
+    config.run.only = only
+    assert resolve(config).chosen == chosen
+
+
+@pytest.mark.parametrize("only", ["4", "-1", "2-1", "0-4", "a", ",", "0,", "1.5", "0 1", "9" * 99])
+def test_a_bad_list_of_experts_is_refused(only):
+    config = default_config()
+    config.run.only = only
+    with pytest.raises(SomaError, match=r"config\.run\.only.*there are 4, from 0 on"):
+        resolve(config)
 
 
 def test_what_an_update_reads_and_costs():

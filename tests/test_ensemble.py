@@ -1,6 +1,11 @@
 import dataclasses
 import functools
+import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +21,7 @@ SHAPE = model.ExpertConfig(width=4, blocks=1, embedding=4)
 STAGE = Stage(updates=9, n_pert=4, sequences=2, window=4, head_sequences=2, eps=0.1, whitening=0.1)
 OWN = dataclasses.replace(STAGE, n_pert=2, own_batch=True, probe="rank_one")
 FROZEN = dataclasses.replace(OWN, head_sequences=0, whitening=0.0, probe="sparse")
+MANY = dataclasses.replace(FROZEN, n_pert=512)  # more losses than coordinates
 # Directions 0 and 1 see the first stream, 2 and 3 the second; E is perturbed, too.
 EGGROLL = dataclasses.replace(
     FROZEN, estimator="eggroll", parameters="all", n_pert=4, share=2, carry=True, rank=2
@@ -44,11 +50,15 @@ def keys(count: int):
 
 
 @functools.cache
-def compiled(experts: int, devices: int, stage: Stage):
-    """The ensemble, and its update as an executable (compiled once for all tests)."""
+def compiled(experts: int, devices: int, stage: Stage, processes: int = 1):
+    """The ensemble, and its update as an executable (compiled once for all tests); with several
+    `processes` the program that these would run, on devices of this one."""
     mesh = ensemble.make_mesh(experts, stage, jax.devices()[:devices])
     together: Any = ensemble.Ensemble(mesh, stage)
-    return together, together.update.lower(*arguments(together, experts, 0, stage)).compile()
+    placed = arguments(together, experts, 0, stage)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: processes)
+        return together, together.update.lower(*placed).compile()
 
 
 def arguments(together, experts: int, update: int, stage: Stage, states=None):
@@ -59,9 +69,9 @@ def arguments(together, experts: int, update: int, stage: Stage, states=None):
     return together.place(states), together.place_batch(batch), together.place(keys(experts))
 
 
-def train(experts: int, devices: int, stage: Stage = STAGE, poisoned: int | None = None):
+def train(experts: int, devices: int, stage: Stage = STAGE, poisoned=None, processes: int = 1):
     """Each expert's state after three updates, and the losses [updates, experts]."""
-    together, update = compiled(experts, devices, stage)
+    together, update = compiled(experts, devices, stage, processes)
     begin = [start(i, stage) for i in range(experts)]
     if poisoned is not None:
         begin[poisoned] = poison(begin[poisoned])
@@ -99,7 +109,14 @@ def flat(tree) -> np.ndarray:
 @pytest.mark.parametrize(
     ("experts", "devices", "stage"),
     [
-        *((4, 1, STAGE), (4, 2, STAGE), (4, 4, STAGE), (3, 2, STAGE), (1, 2, OWN), (1, 2, FROZEN)),
+        *(
+            (4, 1, STAGE),
+            (4, 2, STAGE),
+            (4, 4, STAGE),
+            (3, 2, STAGE),
+            (1, 2, OWN),
+            (1, 2, FROZEN),
+        ),
         *((2, 2, EGGROLL), (1, 2, EGGROLL), (1, 4, EGGROLL), (2, 4, BPTT)),
     ],
 )
@@ -140,6 +157,46 @@ def test_fso_communicates_nothing_and_ddpp_sums_alone():
     assert collectives(compiled(3, 2, STAGE)[1]) == ["all-reduce"] * 2
     assert collectives(compiled(1, 2, EGGROLL)[1]) == ["all-reduce"]
     assert collectives(compiled(2, 4, BPTT)[1]) == []
+
+
+def summed_bytes(executable) -> int:
+    """The operands of a compiled program's sums, by its text."""
+    sums = re.findall(r"= (.*?) all-reduce\(", executable.as_text())
+    sizes = [shape for some in sums for shape in re.findall(r"f32\[([\d,]*)\]", some)]
+    return sum(4 * math.prod(int(n) for n in shape.split(",") if n) for shape in sizes)
+
+
+BODY = 16 * 4 * 4 + 3 * 4  # coordinates
+
+
+@pytest.mark.parametrize(
+    ("stage", "processes", "floats"),
+    [
+        (FROZEN, 1, 2 * 2 + BODY),  # the estimate, and the losses to log
+        (FROZEN, 2, 2 * 2),  # the losses alone
+        (MANY, 2, 2 * 512 + BODY),  # more losses than coordinates
+        (dataclasses.replace(OWN, whitening=0.0), 2, 2 * 2 + 256 * 4),  # and the gradient of E
+        (EGGROLL, 2, None),
+    ],
+)
+def test_the_bytes_of_an_update_are_those_of_its_sums(stage, processes, floats):
+    together, executable = compiled(1, 2, stage, processes)
+    found = together.exchanged_bytes(*arguments(together, 1, 0, stage))
+    assert found == summed_bytes(executable)
+    assert floats is None or found == 4 * floats
+
+
+def test_what_processes_exchange_gives_the_same_update():
+    """Losses exchanged, and directions made again: bit for bit what one device computes."""
+    (state,), losses = train(1, 2, FROZEN, processes=2)
+    (expected,), expected_losses = train(1, 1, FROZEN)
+    np.testing.assert_array_equal(flat(state), flat(expected))
+    np.testing.assert_array_equal(losses, expected_losses)
+
+
+def test_experts_apart_send_nothing():
+    together, _ = compiled(4, 2, STAGE)
+    assert together.exchanged_bytes(*arguments(together, 4, 0, STAGE)) == 0
 
 
 def test_validation_is_each_experts_own():
@@ -207,3 +264,40 @@ def test_mesh_gives_experts_devices_first_and_directions_the_rest(
 
 def test_mesh_takes_all_devices_unless_told():
     assert ensemble.make_mesh(4, STAGE).devices.shape == (4, 1)
+
+
+# Run by itself: devices are made once in a process, and the other tests have four.
+_ON_EIGHT = """
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import numpy as np
+import test_ensemble as t
+t.UPDATES = 50
+one = t.train(4, 1)[0]
+for devices in (2, 3, 4, 8):
+    mesh = t.ensemble.make_mesh(4, t.STAGE, jax.devices()[:devices])
+    states = t.train(4, devices)[0]
+    off = max(np.abs(t.flat(a.params) - t.flat(b.params)).max() for a, b in zip(states, one))
+    print(devices, *mesh.devices.shape, off, *t.collectives(t.compiled(4, devices, t.STAGE)[1]))
+print("moved", min(np.abs(t.flat(a.params) - t.flat(t.start(i, t.STAGE).params)).max()
+                   for i, a in enumerate(one)))
+"""
+
+
+@pytest.mark.slow
+def test_four_experts_on_one_to_eight_devices_are_equal_after_fifty_updates():
+    """The same to 1e-6, devices that do not divide them included; FSO without a collective."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", _ON_EIGHT],
+        env=os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    *lines, (_, moved) = [line.split() for line in done.stdout.splitlines()]
+    assert float(moved) > 1e-2
+    assert [line[:3] for line in lines] == [list(x) for x in ("221", "321", "441", "842")]
+    assert max(float(line[3]) for line in lines) < 1e-6
+    assert [len(line[4:]) for line in lines] == [0, 0, 0, 2]

@@ -163,6 +163,10 @@ def build_store(
     return open_store(directory)
 
 
+def _array(path: Path) -> np.ndarray:
+    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
 def open_store(directory: str | os.PathLike[str]) -> Store:
     """Opens a store and checks that it is complete: its files have the sizes they were left with.
 
@@ -179,6 +183,10 @@ def open_store(directory: str | os.PathLike[str]) -> Store:
                 f"soma_jax reads {FORMAT_VERSION}. {rebuild}"
             )
         for name, size in manifest["files"].items():
+            if Path(name).name != name:
+                raise SomaError(
+                    f"{directory}: its manifest names {name}, which is not a file of the store"
+                )
             found = (directory / name).stat().st_size
             if found != size:
                 raise SomaError(
@@ -190,8 +198,8 @@ def open_store(directory: str | os.PathLike[str]) -> Store:
             manifest,
             # Plain views: indexing np.memmap itself is several times slower.
             bytes_=np.asarray(np.memmap(directory / "bytes.bin", np.uint8, mode="r")),
-            offsets=np.asarray(np.load(directory / "offsets.npy", mmap_mode="r")),
-            chunk_bounds=np.asarray(np.load(directory / "chunks.npy", mmap_mode="r")),
+            offsets=_array(directory / "offsets.npy"),
+            chunk_bounds=_array(directory / "chunks.npy"),
         )
     except FileNotFoundError as error:
         raise SomaError(f"{error.filename}: missing; {directory} is not a whole store.") from error

@@ -70,6 +70,10 @@ class Router:
         )
         return cls(text_features, centroids)
 
+    def restricted(self, experts: Sequence[int]) -> "Router":
+        """The router among some of the experts, which it numbers by their place among these."""
+        return dataclasses.replace(self, centroids=self.centroids[list(experts)])
+
     @property
     def n_experts(self) -> int:
         """N."""

@@ -1,10 +1,12 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from soma_jax import evaluate, recipe, summary
 from soma_jax.data import store, windows
+from soma_jax.routing.router import Router
 from soma_jax.stats import paired_bootstrap
 
 
@@ -59,8 +61,7 @@ def test_any_text_is_scored_whole_and_a_damaged_checkpoint_passed_over(
 ):
     """Documents of every edge length, and one that is read in several blocks."""
     workdir = make_workdir(tmp_path / "run")
-    newest = workdir.expert(2) / "checkpoints" / "00000003"
-    damaged = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    damaged = workdir.expert(2) / "checkpoints" / "00000003.npz"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
@@ -80,12 +81,38 @@ def test_any_text_is_scored_whole_and_a_damaged_checkpoint_passed_over(
     check(result, windows.strided(list(map(text, lengths)), drop_incomplete=False), workdir, 1)
 
 
+def test_experts_that_are_not_there_are_named_and_the_others_score(launch, make_workdir, tmp_path):
+    workdir = make_workdir(tmp_path / "run")
+    shutil.rmtree(workdir.expert(1))
+    done = launch("evaluate", f"--workdir={workdir.path}", "--active=2", "--json", text=True)
+    assert done.returncode == 0, done.stderr
+    assert "expert 1 not trained yet" in done.stderr
+    result = json.loads(done.stdout)
+    assert result["experts"] == [0, 2]
+    assert result["updates"] == [1, 3]
+    # Windows go to the nearer of the two: as by a router that never knew the third.
+    _, states, router = recipe.load(workdir.path)
+    drawn = summary.drawn_windows(
+        store.open_store(workdir.store("test")), workdir.read_config().evaluation
+    )
+    texts = [ids.tobytes()[:256] for ids in drawn.ids]
+    similarities = Router.load(workdir.router).similarities(texts)
+    np.testing.assert_array_equal(router.route(texts, 1)[:, 0], similarities[:, [0, 2]].argmax(1))
+    assert len(states) == 2
+
+
 def test_a_person_reads_the_same_figures(launch, workdir, tmp_path):
     (tmp_path / "some.jsonl").write_text(json.dumps({"body": "the river " * 100}) + "\n")
     arguments = (f"--data={tmp_path / 'some.jsonl'}", "--text_field=body", "--active=9")
     done = launch("evaluate", f"--workdir={workdir.path}", *arguments, text=True)
     assert done.returncode == 0, done.stderr
-    for fact in ("updates 1, 2, 3", "3 score a window", "743 bytes", "nats/byte", "bits/byte"):
+    for fact in (
+        "experts 0, 1, 2 at updates 1, 2, 3",
+        "3 score a window",
+        "743 bytes",
+        "nats/byte",
+        "bits/byte",
+    ):
         assert fact in done.stdout
 
 

@@ -51,6 +51,11 @@ def run(workdir, *arguments, small=True):
     return process.returncode, output
 
 
+def reached(path):
+    """Whether a file is there, or the checkpoint of a later update."""
+    return path.exists() or any(p.name > path.name for p in path.parent.glob("0*.npz"))
+
+
 def outcome(workdir):
     """All that must not depend on how often a run was stopped."""
     _, experts, router = recipe.load(workdir)
@@ -116,11 +121,11 @@ MOMENTS = [
     "corpora.json",
     "router/router.npz",
     "assignment.npy",
-    "seed/checkpoints/00000001",
-    "seed/checkpoints/00000017",
-    "experts/000/checkpoints/00000001",
-    "experts/001/checkpoints/00000018",  # the epoch's end
-    "experts/002/checkpoints/00000025",
+    "seed/checkpoints/00000001.npz",
+    "seed/checkpoints/00000017.npz",
+    "experts/000/checkpoints/00000001.npz",
+    "experts/001/checkpoints/00000018.npz",  # the epoch's end
+    "experts/002/checkpoints/00000025.npz",
     "report/summary.json",
 ]
 
@@ -130,7 +135,7 @@ def test_killed_in_every_stage_it_ends_the_same(undisturbed, tmp_path):
     workdir = tmp_path / "run"
     for moment in MOMENTS:
         process = start(workdir)
-        while not (workdir / moment).exists() and process.poll() is None:
+        while not reached(workdir / moment) and process.poll() is None:
             time.sleep(0.002)
         process.kill()
         output, _ = process.communicate()
@@ -144,9 +149,9 @@ def test_killed_in_every_stage_it_ends_the_same(undisturbed, tmp_path):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop_it_saves_and_says_how_to_go_on(undisturbed, tmp_path, signum):
     workdir = tmp_path / "run"
-    for moment in ("seed/checkpoints/00000003", "experts/000/checkpoints/00000003"):
+    for moment in ("seed/checkpoints/00000003.npz", "experts/000/checkpoints/00000003.npz"):
         process = start(workdir)
-        while not (workdir / moment).exists() and process.poll() is None:
+        while not reached(workdir / moment) and process.poll() is None:
             time.sleep(0.002)
         process.send_signal(signum)
         output, _ = process.communicate(timeout=120)
@@ -216,6 +221,32 @@ def test_two_runs_in_one_workdir_are_refused(tmp_path):
     first.communicate()
     assert code == 2
     assert "another run is using" in output
+
+
+@pytest.mark.slow
+def test_jobs_train_experts_of_their_own_in_one_workdir(undisturbed, tmp_path):
+    workdir = tmp_path / "run"
+    first = start(workdir, "--config.run.only=0,2")
+    while not (workdir / "router").exists() and first.poll() is None:
+        time.sleep(0.01)
+    code, output = run(workdir, "--config.run.only=1-2")
+    assert code == 2
+    assert "another run is using expert 2" in output
+    code, output = run(workdir, "--config.run.only=1")
+    assert code == 0, output
+    printed, _ = first.communicate(timeout=900)
+    assert first.returncode == 0, printed
+    # Whoever ends last scores; the other says who is missing.
+    assert ("not trained yet" in output) != ("not trained yet" in printed)
+    assert ("report.md" in output) != ("report.md" in printed)
+    ours, theirs = (
+        json.loads((where / "report" / "summary.json").read_text())
+        for where in (workdir, undisturbed[0])
+    )
+    assert ours["test"]["ensemble"] == pytest.approx(theirs["test"]["ensemble"], abs=1e-5)
+    code, output = run(workdir)
+    assert code == 0
+    assert "finished" in output
 
 
 @pytest.mark.slow
