@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from itertools import islice
 
 import jax
@@ -5,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from soma_jax import generate as module
 from soma_jax import model
 from soma_jax.errors import SomaError
-from soma_jax.generate import Sampling, generate, sample
+from soma_jax.generate import Sampling, sample
 from soma_jax.routing.router import Router
 
 N = 3
@@ -21,7 +23,13 @@ LONG = TOPICS[1] * 20
 TURNING = (TOPICS[0] * 20)[:256] + LONG[:44]
 GREEDY = Sampling(temperature=0.0)
 APPLY = jax.jit(model.apply)  # compiled once for each length
-SAMPLE = jax.jit(jax.vmap(sample, (0, None, None, None)))
+SAMPLE = jax.jit(jax.vmap(sample, (0, None, None, None, None)))
+
+
+def generate(experts, router, prompt: bytes, *arguments, **settings) -> Iterator[int]:
+    """The bytes that follow a prompt alone."""
+    for drawn in module.generate(experts, router, [prompt], *arguments, **settings):
+        yield drawn[0]
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +95,60 @@ def test_a_text_is_a_function_of_its_seed(experts, router):
     assert len({text(seed) for seed in range(4)}) == 4
 
 
+def test_a_text_is_the_same_alone_and_in_a_batch(experts, router):
+    prompts = [b"", b"fish", TURNING, LONG * 3, b"fish", b"\xff\xfe"]
+    sampling = Sampling(temperature=0.8, top_k=50, seed=5)
+    together = b"".join(module.generate(experts, router, prompts, 300, 2, sampling))
+    texts = [together[row :: len(prompts)] for row in range(len(prompts))]
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert text == bytes(generate(experts, router, prompt, 300, 2, sampling)), prompt
+    assert len(set(texts)) == 5  # the two equal prompts go on alike
+
+
+def by_hand(experts, router, prompt, length, k, reroute) -> bytes:
+    """Greedy, each byte after reading the whole text with the experts of the bytes that route it:
+    the first `reroute`, 2 `reroute`, ... of them, as many as there are and no more than 256."""
+    text = prompt
+    for _ in range(length):
+        there = max(len(prompt), len(text) // reroute * reroute) if len(text) < 256 else 256
+        routed = router.route([text[:there]], k)[0]
+        ids = np.zeros((1, len(prompt) + length), np.int32)
+        ids[0, : len(text)] = list(text)
+        logits = [np.asarray(APPLY(experts[i], ids)[0][0, len(text) - 1]) for i in routed]
+        text += bytes([np.mean([np.exp(x) / np.exp(x).sum() for x in logits], 0).argmax()])
+    return text[len(prompt) :]
+
+
+def test_a_short_text_is_routed_anew_until_256_bytes_are_there(experts):
+    """A stand-in for the router tells its calls, and changes its mind at each."""
+
+    class Turns:
+        seen = []
+
+        def route(self, texts, k, prefix_bytes=256):
+            self.seen += [len(text[:prefix_bytes]) for text in texts]
+            return np.array([[len(text[:prefix_bytes]) // 20 % N] for text in texts], np.int32)
+
+    router = Turns()
+    generated = bytes(generate(experts, router, b"fish", 290, 1, GREEDY, reroute=20))
+    assert router.seen == [4, *range(20, 256, 20), 256]
+    assert generated == by_hand(experts, Turns(), b"fish", 290, 1, 20)
+    router.seen.clear()
+    never = bytes(generate(experts, router, b"fish", 290, 1, GREEDY, reroute=0))
+    assert router.seen == [4]
+    assert never[:16] == generated[:16]
+    assert never != generated
+
+
+def test_a_prompt_of_any_length_is_read_whole(experts, router):
+    """Read in pieces of 256, 16 and 1 byte."""
+    for length in (1, 2, 16, 17, 18, 257, 258, 300, 530):
+        prompt = (LONG * 3)[:length]
+        (byte,) = generate(experts, router, prompt, 1, 2, GREEDY)
+        p = mean_probabilities(experts, router, prompt, bytes([byte]), 2)[0]
+        assert p[byte] >= p.max() - 1e-6
+
+
 def test_each_byte_is_drawn_afresh(experts, router):
     """Experts without a final gain know nothing: 256 uniform bytes hold 162 +- 6 different ones."""
     silent = [
@@ -100,6 +162,7 @@ def test_each_byte_is_drawn_afresh(experts, router):
 @pytest.mark.parametrize(
     "sampling",
     [
+        Sampling(top_k=1),
         Sampling(top_p=1e-9),
         Sampling(top_p=1e-300),
         Sampling(temperature=1e-6),
@@ -131,9 +194,9 @@ def test_bytes_come_one_by_one(experts, router):
 DISTRIBUTION = np.array([0.05, 0.4, 0.0, 0.25, 0.1, 0.2])
 
 
-def drawn(temperature: float, top_p: float, draws: int = 40_000) -> np.ndarray:
+def drawn(temperature: float, top_p: float, top_k: int = 0, draws: int = 40_000) -> np.ndarray:
     keys = jax.random.split(jax.random.key(7), draws)
-    ids = SAMPLE(keys, jnp.asarray(DISTRIBUTION, jnp.float32), temperature, top_p)
+    ids = SAMPLE(keys, jnp.asarray(DISTRIBUTION, jnp.float32), temperature, top_k, top_p)
     return np.bincount(np.asarray(ids), minlength=len(DISTRIBUTION)) / draws
 
 
@@ -155,6 +218,18 @@ def test_draws_follow_the_distribution(temperature, top_p, kept):
     assert (error <= 5 * np.sqrt(exact * (1 - exact) / 40_000)).all()
 
 
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [(1, 1.0, [1]), (3, 1.0, [1, 3, 5]), (3, 0.75, [1, 3]), (99, 1.0, [0, 1, 3, 4, 5])],
+)
+def test_top_p_is_of_the_top_k(top_k, top_p, kept):
+    """Of the best three, .4 + .25 + .2, the first two have .65 / .85 = .76."""
+    exact = np.zeros(6)
+    exact[kept] = DISTRIBUTION[kept] / DISTRIBUTION[kept].sum()
+    error = np.abs(drawn(1.0, top_p, top_k) - exact)
+    assert (error <= 5 * np.sqrt(exact * (1 - exact) / 40_000)).all()
+
+
 @pytest.mark.parametrize("temperature", [1e30, 3e38, 1e300])
 def test_a_hot_draw_is_uniform_over_what_is_possible(temperature):
     shares = drawn(temperature, 1.0)
@@ -164,13 +239,14 @@ def test_a_hot_draw_is_uniform_over_what_is_possible(temperature):
 
 def test_ties_go_to_the_lowest_byte():
     flat = jnp.full(6, 1 / 6)
-    assert SAMPLE(jax.random.split(jax.random.key(0), 40_000), flat, 0.0, 1.0).max() == 0
+    assert SAMPLE(jax.random.split(jax.random.key(0), 40_000), flat, 0.0, 0, 1.0).max() == 0
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         *[("temperature", value) for value in (-1, float("nan"), float("inf"))],
+        ("top_k", -1),
         *[("top_p", value) for value in (0, -0.5, 1.01, float("nan"))],
         *[("seed", value) for value in (-1, 2**32)],
     ],
