@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, layer_norm
 
 
 class Expert(torch.nn.Module):
-    """Bytes [B, T] to next-byte logits [B, T, 256]: a pre-norm LSTM without biases (paper, section 1)."""
+    """Bytes [B, T] to next-byte logits [B, T, 256] (paper, section 1)."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], width: int, blocks: int):
         super().__init__()

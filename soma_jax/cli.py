@@ -60,6 +60,21 @@ def _checked(main: Callable[[], None], argv: Sequence[str]) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
+def define_ensemble() -> Callable[[], str]:
+    """Defines --workdir and --checkpoint, one of which names the trained ensemble to use.
+
+    Returns:
+      What gives its path or name, once flags are parsed.
+    """
+    names = ("workdir", "checkpoint")
+    flags.DEFINE_string("workdir", None, "the run whose ensemble to use")
+    flags.DEFINE_string(
+        "checkpoint", None, "a shipped checkpoint, or a directory of a released one"
+    )
+    flags.mark_flags_as_mutual_exclusive(names, required=True)
+    return lambda: next(v for v in (flags.FLAGS[name].value for name in names) if v is not None)
+
+
 def workdir(given: str | None, default: str) -> Path:
     """The path that --workdir gives, or the command's own.
 

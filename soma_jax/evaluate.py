@@ -14,6 +14,7 @@ from soma_jax.routing.router import Router
 _BLOCK = (
     1024  # windows whose probabilities are held at once: 3 MiB for each expert that scores them
 )
+_BEGINNINGS = 128  # the same of their first bytes, under many more experts each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,3 +61,33 @@ def score(
         mixture -= np.log(np.arange(1, routes.shape[1] + 1))[:, None]
         sums[block] = -np.where(mask[block, None], mixture, 0.0).sum(-1)
     return Scores(sums, mask.sum(1, dtype=np.int64), routes)
+
+
+def cold_start(
+    experts: Sequence[model.Params], router: Router, windows: Windows, k: int
+) -> dict[str, float]:
+    """Loss on bytes 0..255 of windows by the rule that chooses their experts, nats/byte.
+
+    The paper routes on these bytes and does not score them. A generator must choose before it has
+    them: see `inference.beginnings`. Routed on all 256, a byte would choose its own judges; that is
+    a bound, and no rule.
+    """
+    n = len(experts)
+    rules = {
+        "routed on nothing": (k, 0),
+        f"all {n} experts": (n, 0),
+        **{f"routed anew every {every} bytes": (k, every) for every in (128, 64, 16)},
+    }
+    sums = dict.fromkeys([*rules, "routed on all 256 bytes (not causal)"], 0.0)
+    for start in range(0, len(windows), _BEGINNINGS):
+        ids = windows.ids[start : start + _BEGINNINGS, :CONTEXT]
+        texts = [some.tobytes() for some in ids]
+        log_p = [
+            inference.beginnings(experts, router, texts, active, every)[:, :CONTEXT]
+            for active, every in rules.values()
+        ]
+        begun = np.pad(ids, ((0, 0), (1, 0)), constant_values=ord("\n"))
+        known = inference.log_probabilities(experts, begun, router.route(texts, k, CONTEXT))
+        for rule, values in zip(sums, [*log_p, inference.mixture(known)], strict=True):
+            sums[rule] -= values.sum(dtype=np.float64)
+    return {rule: total / (len(windows) * CONTEXT) for rule, total in sums.items()}

@@ -142,7 +142,7 @@ def _advance(
     top_k: jax.Array,
     top_p: jax.Array,
 ) -> tuple[jax.Array, model.State]:
-    """Reads a byte of each of B texts with its k experts, [B, k, ...], and draws the next, uint8."""
+    """Reads a byte of each of B texts with its k experts, [B, k, ...], and draws the next."""
 
     def advance(params, state, byte):
         ids_1x1 = byte.astype(jnp.int32)[None, None]

@@ -92,11 +92,18 @@ def load(path: Path) -> tuple[Config, list[expert.ExpertState], Router]:
     """
     workdir = Workdir(path)
     config = workdir.read_config()
-    experts = [_newest(workdir.expert(i), config, config.expert) for i in range(config.experts)]
+    experts = [
+        newest_state(workdir.expert(i), config, config.expert) for i in range(config.experts)
+    ]
     return config, experts, Router.load(workdir.router)
 
 
-def _newest(directory: Path, config: Config, stage: Stage) -> expert.ExpertState:
+def newest_state(directory: Path, config: Config, stage: Stage) -> expert.ExpertState:
+    """The newest whole state of an expert (or the seed) kept in a directory of a workdir.
+
+    Raises:
+      SomaError: there is none.
+    """
     like = jax.eval_shape(
         lambda: expert.init_state(model.init(jax.random.key(0), config.expert_shape), stage)
     )

@@ -123,7 +123,8 @@ def test_a_short_text_is_routed_anew_until_256_bytes_are_there(experts):
     """A stand-in for the router tells its calls, and changes its mind at each."""
 
     class Turns:
-        seen = []
+        def __init__(self):
+            self.seen = []
 
         def route(self, texts, k, prefix_bytes=256):
             self.seen += [len(text[:prefix_bytes]) for text in texts]
