@@ -51,7 +51,8 @@ def _command(config: Config) -> str:
         given = _fields(resolve(runpy.run_path(str(file))["get_config"]()))
         flags_ = [f"--{k}={v}" for k, v in _fields(config).items() if v != given[k]]
         lines.append(["python", "launch/main.py", f"--config={file.relative_to(ROOT)}", *flags_])
-    return shlex.join(min(lines, key=len))
+    shortest = min(lines, key=len)
+    return shlex.join(shortest)
 
 
 def _fields(config: Config) -> dict[str, Any]:

@@ -21,7 +21,9 @@ from soma_jax import model
 from soma_jax.data.windows import CONTEXT
 from soma_jax.routing.router import Router
 
-REROUTE = 64  # bytes after which a text that is shorter than CONTEXT is routed anew
+# Bytes after which a text shorter than CONTEXT is routed anew: better than 64, 128 or all experts
+# on the validation text (launch/evaluate.py --data=embedded:valid --cold_start).
+REROUTE = 16
 
 
 def log_probabilities(
