@@ -71,7 +71,11 @@ def define_ensemble() -> Callable[[], str]:
     flags.DEFINE_string(
         "checkpoint", None, "a shipped checkpoint, or a directory of a released one"
     )
-    flags.mark_flags_as_mutual_exclusive(names, required=True)
+    flags.register_multi_flags_validator(
+        names,
+        lambda given: sum(value is not None for value in given.values()) == 1,
+        "name one trained ensemble, by --workdir or by --checkpoint",
+    )
     return lambda: next(v for v in (flags.FLAGS[name].value for name in names) if v is not None)
 
 

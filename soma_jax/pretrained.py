@@ -204,7 +204,7 @@ def load(path: str | os.PathLike[str]) -> Pretrained:
     if str(path) in release.shipped():
         return _released(release.SHIPPED / str(path))
     raise SomaError(
-        f"{path} is not a workdir, a released checkpoint or the name of a shipped one "
+        f"{str(path)!r} is not a workdir, a released checkpoint or the name of a shipped one "
         f"({', '.join(release.shipped()) or 'none are shipped'})"
     )
 

@@ -131,7 +131,7 @@ def test_the_runs_test_text_is_that_of_its_config_without_what_was_screened(ens)
         (lambda ens: ens.route("a", k=0), "k=0"),
         (lambda ens: ens.generate("a", top_k=-1), "top_k"),
         (lambda ens: ens.generate("a", reroute=-1), "reroute"),
-        (lambda _: soma_jax.load("nothing"), "nothing is not a workdir"),
+        (lambda _: soma_jax.load("nothing"), "is not a workdir"),
     ],
 )
 def test_bad_input_is_told(ens, use, message):
