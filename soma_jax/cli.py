@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from absl import app, flags, logging
 
@@ -26,8 +27,13 @@ def run(main: Callable[[], None]) -> None:
     try:
         app.run(lambda argv: _checked(main, argv), flags_parser=_parse)
     except SomaError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        fail(error)
+
+
+def fail(error: SomaError) -> NoReturn:
+    """Tells bad input in one line, and exits with status 2."""
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
