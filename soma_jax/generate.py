@@ -95,7 +95,7 @@ def generate(
             last,
             jax.random.fold_in(key, position),
             sampling.temperature,
-            sampling.top_k,
+            min(sampling.top_k, model.VOCABULARY),
             sampling.top_p,
         )
         stacked, last = (params, state), np.asarray(drawn)
