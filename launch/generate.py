@@ -2,9 +2,9 @@
 
 Prints what follows the prompt as it is drawn, byte by byte, from the mean of the routed experts'
 probabilities. A text is routed on its first 256 bytes; while it has fewer, anew every --reroute
-bytes. An empty prompt starts after a newline. Bytes that are not UTF-8 or not printable are shown
-as escapes. The newest whole checkpoints are used; the workdir is only read. --checkpoint names a
-shipped checkpoint, or the directory of a released one, in place of a workdir.
+bytes. Bytes that are not UTF-8 or not printable are shown as escapes. The newest whole checkpoints
+are used; the workdir is only read. --checkpoint names a shipped checkpoint, or the directory of a
+released one, in place of a workdir.
 """
 
 import codecs

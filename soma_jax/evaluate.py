@@ -86,7 +86,7 @@ def cold_start(
             inference.beginnings(experts, router, texts, active, every)[:, :CONTEXT]
             for active, every in rules.values()
         ]
-        begun = np.pad(ids, ((0, 0), (1, 0)), constant_values=ord("\n"))
+        begun = np.pad(ids, ((0, 0), (1, 0)), constant_values=inference.START[0])
         known = inference.log_probabilities(experts, begun, router.route(texts, k, CONTEXT))
         for rule, values in zip(sums, [*log_p, inference.mixture(known)], strict=True):
             sums[rule] -= values.sum(dtype=np.float64)

@@ -5,7 +5,7 @@ carries its own LSTM state on from the prompt, however long the text grows.
 
 The cold-start rule, which the paper leaves open: a text is routed on its first 256 bytes. While it
 has fewer, it is routed anew after every so many bytes on those it has, and experts that are new to
-it read it from the start. An empty prompt starts after a newline byte.
+it read it from the start. Every text begins after a newline byte, as in `inference.beginnings`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from soma_jax import model, randomness
 from soma_jax.data.windows import CONTEXT
 from soma_jax.errors import SomaError
-from soma_jax.inference import REROUTE
+from soma_jax.inference import REROUTE, START
 from soma_jax.routing.router import Router
 
 _PIECES = (256, 16, 1)  # bytes of a prompt read at once: three programs read any length
@@ -69,7 +69,7 @@ def generate(
     Args:
       experts: parameters of the N experts; only those that are routed to are looked up.
       router: says which experts a text goes to.
-      prompts: any bytes; see the module for short and empty ones.
+      prompts: any bytes; see the module for short ones.
       length: how many bytes.
       k: how many experts are averaged, at most N.
       sampling: temperature, top_k, top_p and seed.
@@ -80,12 +80,11 @@ def generate(
     """
     if reroute < 0:
         raise SomaError(f"reroute is {reroute}: it must be 0 (never) or more")
-    texts = [prompt or b"\n" for prompt in prompts]
-    routes = router.route(texts, k, CONTEXT)
-    rows = [_read(experts, *row) for row in zip(routes, texts, strict=True)]
+    routes = router.route(prompts, k, CONTEXT)
+    rows = [_read(experts, *row) for row in zip(routes, prompts, strict=True)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
-    last = np.array([text[-1] for text in texts], np.uint8)
-    texts = [text[:CONTEXT] for text in texts]  # the part that routes
+    last = np.array([(START + prompt)[-1] for prompt in prompts], np.uint8)
+    texts = [prompt[:CONTEXT] for prompt in prompts]  # the part that routes
     key = randomness.key(sampling.seed, "generate")
     for position in range(length):
         params, state = stacked
@@ -115,10 +114,10 @@ def generate(
 def _read(
     experts: Sequence[model.Params], routed: np.ndarray, text: bytes
 ) -> tuple[model.Params, model.State]:
-    """A text's experts, stacked [k, ...], and their states after all of its bytes but the last."""
+    """A text's experts, stacked [k, ...], and their states before its last byte."""
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(experts[i] for i in routed))
     state = jax.vmap(lambda one: model.initial_state(one, 1))(params)
-    ids, start = np.frombuffer(text, np.uint8)[:-1], 0
+    ids, start = np.frombuffer(START + text, np.uint8)[:-1], 0
     for size in _PIECES:
         while len(ids) - start >= size:
             state = _state_after(params, state, ids[start : start + size])

@@ -24,6 +24,7 @@ from soma_jax.routing.router import Router
 # Bytes after which a text shorter than CONTEXT is routed anew: better than 64, 128 or all experts
 # on the validation text (launch/evaluate.py --data=embedded:valid --cold_start).
 REROUTE = 16
+START = b"\n"  # what the first byte of a text is predicted from
 
 
 def log_probabilities(
@@ -107,7 +108,7 @@ def beginnings(
     length = CONTEXT + 1
     ids = np.zeros((len(texts), 1 + length), np.uint8)
     for row, text in zip(ids, texts, strict=True):
-        some = b"\n" + text[:length]
+        some = START + text[:length]
         row[: len(some)] = np.frombuffer(some, np.uint8)
     starts = sorted({*range(0, CONTEXT, reroute or CONTEXT), CONTEXT if reroute else 0})
     routes = np.stack([router.route([t[:s] for t in texts], k, CONTEXT) for s in starts], 1)
