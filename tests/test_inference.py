@@ -110,8 +110,10 @@ def test_the_loss_is_that_of_evaluate(experts, router, k):
 def test_a_beginning_is_routed_on_what_is_there(experts, router, reroute):
     """Byte by byte: the experts are those of the bytes that were there at the last routing."""
     texts = [(b"the " * 12 + TOPICS[i] * 2 + TOPICS[i - 1] * 9)[: 300 - 80 * i] for i in range(3)]
+    texts.append(b"." * 13 + b"song" + TOPICS[1])  # its first word is whole one byte after the 16th
+    assert set(router.route([texts[3][:16]], 2)[0]) != set(router.route([texts[3][:17]], 2)[0])
     found = inference.beginnings(experts, router, texts, 2, reroute)
-    assert found.shape == (3, CONTEXT + 1)
+    assert found.shape == (4, CONTEXT + 1)
     chosen = set()
     for text, row in zip(texts, found, strict=True):
         ids = np.frombuffer(b"\n" + text[: CONTEXT + 1], np.uint8)[None]
