@@ -1,16 +1,19 @@
-"""Scores a text with the experts of a workdir: `python launch/evaluate.py --workdir=runs/soma_n4`.
+"""Scores a text with a trained ensemble: `python launch/evaluate.py --workdir=runs/soma_n4`.
 
 Without --data, the run's own test text is scored by the test protocol: one window of 1,025 bytes in
 each document that holds one. With --data, every byte of a document after its first 257 is scored
 once. Each window is routed on its first 256 bytes. The newest whole checkpoints are used, also of a
-run that is not finished or still going on: the workdir is only read.
+run that is not finished or still going on: the workdir is only read. --checkpoint names a shipped
+checkpoint, or the directory of a released one, in place of a workdir.
+
+--cold_start also scores the first 256 bytes of each window, by the rule that chooses its experts
+before those bytes are there.
 """
 
 import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,15 +21,12 @@ from absl import flags
 from rich.console import Console
 from rich.progress import track
 
-from soma_jax import cli, evaluate, recipe, summary
-from soma_jax.config import Config
-from soma_jax.data import corpus, store, windows
+from soma_jax import cli, evaluate, pretrained
+from soma_jax.data import corpus, windows
 from soma_jax.errors import SomaError
-from soma_jax.files import read_json
 from soma_jax.stats import paired_bootstrap
-from soma_jax.workdir import Workdir
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "the run to evaluate", required=True)
+_ENSEMBLE = cli.define_ensemble()
 _DATA = flags.DEFINE_string(
     "data", None, "a file, a folder, a glob or packaged data [the run's test text]"
 )
@@ -34,6 +34,7 @@ _TEXT_FIELD = flags.DEFINE_string("text_field", "text", "of .jsonl and .parquet 
 _ACTIVE = flags.DEFINE_integer(
     "active", None, "k, the experts that score a window [as configured]", lower_bound=1
 )
+_COLD_START = flags.DEFINE_bool("cold_start", False, "also score each window's first 256 bytes")
 _JSON = flags.DEFINE_bool("json", False, "print one line of JSON")
 
 _GROUP = 1024 * windows.STRIDE  # bytes of text scored at once: memory does not grow with the corpus
@@ -41,33 +42,41 @@ _GROUP = 1024 * windows.STRIDE  # bytes of text scored at once: memory does not 
 
 def main() -> None:
     cli.use_host_devices(0)
-    workdir = Workdir(Path(_WORKDIR.value))
-    config, experts, router = recipe.load(workdir.path)
-    params = [state.params for state in experts]
-    active = min(_ACTIVE.value or config.active, len(experts))
+    ens = pretrained.load(_ENSEMBLE())
+    active = min(_ACTIVE.value or ens.active, len(ens.experts))
 
     left_out: Counter[str] = Counter()  # documents, by why
     if _DATA.value is None:
-        groups = _test_windows(workdir, config, left_out)
+        drawn, left_out["not drawn"] = ens.test_windows()
+        groups: Iterable[windows.Windows] = [drawn]
     else:
         groups = _all_windows(_pieces(_DATA.value, _TEXT_FIELD.value, left_out))
-    scores = ((group, evaluate.score(params, router, group, active)) for group in groups)
-    sums, counts, first = _totals(scores, len(experts))
+    cold: list[tuple[int, dict[str, float]]] = []
+
+    def scored() -> Iterator[tuple[windows.Windows, evaluate.Scores]]:
+        for group in groups:
+            yield group, ens.score_windows(group, active)
+            full = group.lengths >= windows.CONTEXT
+            if _COLD_START.value and full.any():
+                some = windows.Windows(group.ids[full], group.lengths[full], group.document[full])
+                losses = evaluate.cold_start(ens.experts, ens.router, some, active)
+                cold.append((len(some), losses))
+
+    sums, counts, first = _totals(scored(), len(ens.experts))
     if not len(counts):
         raise SomaError(
             f"{_DATA.value}: none of the {left_out.total()} documents holds {windows.CONTEXT + 2} "
             "bytes, the fewest that can be scored: give longer documents"
         )
-    nats = np.array(
-        paired_bootstrap(sums, counts, config.evaluation.bootstrap, config.evaluation.seed)
-    )
+    evaluation = ens.config.evaluation
+    nats = np.array(paired_bootstrap(sums, counts, evaluation.bootstrap, evaluation.seed))
     bits = nats / np.log(2)
     result = {
-        "workdir": str(workdir.path),
-        "experts": recipe.present(workdir, config),
-        "updates": [int(state.update) for state in experts],
+        "workdir": str(ens.path),
+        "experts": ens.numbers,
+        "updates": ens.updates(),
         "active": active,
-        "data": _DATA.value or config.data.test,
+        "data": _DATA.value or ens.config.data.test,
         "documents": len(counts),
         "documents_left_out": left_out.total(),
         "windows": int(first.sum()),
@@ -78,18 +87,12 @@ def main() -> None:
         "bits_per_byte_interval": bits[1:].tolist(),
         "routed_first": (first / first.sum()).tolist(),
     }
+    if cold:
+        total = sum(count for count, _ in cold)
+        result["cold_start_nats_per_byte"] = {
+            rule: sum(count * losses[rule] for count, losses in cold) / total for rule in cold[0][1]
+        }
     print(json.dumps(result, allow_nan=False) if _JSON.value else _text(result))
-
-
-def _test_windows(
-    workdir: Workdir, config: Config, left_out: Counter[str]
-) -> Iterator[windows.Windows]:
-    """The run's test text by the test protocol, as one group."""
-    test = store.open_store(workdir.store("test"))
-    screened = read_json(workdir.screened) if workdir.screened.exists() else []
-    drawn = summary.drawn_windows(test, config.evaluation, screened)
-    left_out["not drawn"] = test.n_documents - len(drawn)
-    yield drawn
 
 
 def _pieces(data: str, text_field: str, left_out: Counter[str]) -> Iterator[tuple[int, bytes]]:
@@ -170,6 +173,10 @@ def _text(result: dict[str, Any]) -> str:
             f"({result['documents_left_out']:,} more left out)",
             *losses,
             f"routed first to each expert: {routed}",
+            *(
+                f"bytes 0..255 {rule}: {loss:.4f} nats/byte"
+                for rule, loss in result.get("cold_start_nats_per_byte", {}).items()
+            ),
         ]
     )
 

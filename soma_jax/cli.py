@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from absl import app, flags, logging
 
@@ -27,8 +28,13 @@ def run(main: Callable[[], None]) -> None:
     try:
         app.run(lambda argv: _checked(main, argv), flags_parser=_parse)
     except SomaError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        fail(error)
+
+
+def fail(error: SomaError) -> NoReturn:
+    """Tells bad input in one line, and exits with status 2."""
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
@@ -65,6 +71,25 @@ def _checked(main: Callable[[], None], argv: Sequence[str]) -> None:
 
             distributed.give_up(error)
         raise
+
+
+def define_ensemble() -> Callable[[], str]:
+    """Defines --workdir and --checkpoint, one of which names the trained ensemble to use.
+
+    Returns:
+      What gives its path or name, once flags are parsed.
+    """
+    names = ("workdir", "checkpoint")
+    flags.DEFINE_string("workdir", None, "the run whose ensemble to use")
+    flags.DEFINE_string(
+        "checkpoint", None, "a shipped checkpoint, or a directory of a released one"
+    )
+    flags.register_multi_flags_validator(
+        names,
+        lambda given: sum(value is not None for value in given.values()) == 1,
+        "name one trained ensemble, by --workdir or by --checkpoint",
+    )
+    return lambda: next(v for v in (flags.FLAGS[name].value for name in names) if v is not None)
 
 
 def workdir(given: str | None, default: str) -> Path:

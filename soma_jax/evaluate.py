@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import cache
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
-from soma_jax import model
+from soma_jax import inference, model
 from soma_jax.data.windows import CONTEXT, Windows, scored_mask
 from soma_jax.routing.router import Router
 
-_ROWS = 32  # windows a device scores at once; fixed, so that a score does not depend on the batch
 _BLOCK = (
     1024  # windows whose probabilities are held at once: 3 MiB for each expert that scores them
 )
+_BEGINNINGS = 128  # the same of their first bytes, under many more experts each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,50 +56,38 @@ def score(
     sums = np.zeros(routes.shape, np.float64)
     for start in range(0, len(windows), _BLOCK):
         block = slice(start, start + _BLOCK)
-        log_p = _routed(experts, windows.ids[block], routes[block]).astype(np.float64)
-        mixture = np.logaddexp.accumulate(log_p, axis=1)
+        log_p = inference.log_probabilities(experts, windows.ids[block], routes[block], CONTEXT)
+        mixture = np.logaddexp.accumulate(log_p.astype(np.float64), axis=1)
         mixture -= np.log(np.arange(1, routes.shape[1] + 1))[:, None]
         sums[block] = -np.where(mask[block, None], mixture, 0.0).sum(-1)
     return Scores(sums, mask.sum(1, dtype=np.int64), routes)
 
 
-def _routed(experts: Sequence[model.Params], ids: np.ndarray, routes: np.ndarray) -> np.ndarray:
-    """Log-probability of each target under each expert of its window, float32 [n, k, 768]."""
-    result = np.zeros((*routes.shape, ids.shape[1] - CONTEXT - 1), np.float32)
-    for index, params in enumerate(experts):
-        row, slot = np.nonzero(routes == index)
-        result[row, slot] = target_log_probabilities(params, ids[row])
-    return result
+def cold_start(
+    experts: Sequence[model.Params], router: Router, windows: Windows, k: int
+) -> dict[str, float]:
+    """Loss on bytes 0..255 of windows by the rule that chooses their experts, nats/byte.
 
-
-def target_log_probabilities(params: model.Params, ids: np.ndarray) -> np.ndarray:
-    """Log-probabilities float32 [n, 768] of the targets at byte indices 257..1024 of windows
-    uint8 [n, 1025], under one expert."""
-    rows = _ROWS * len(_devices())
-    result = np.zeros((len(ids), ids.shape[1] - CONTEXT - 1), np.float32)
-    for start in range(0, len(ids), rows):
-        some = ids[start : start + rows]
-        padded = np.zeros((rows, ids.shape[1]), np.uint8)
-        padded[: len(some)] = some
-        result[start : start + rows] = np.asarray(_score_rows()(params, padded))[: len(some)]
-    return result
-
-
-def _devices() -> list[jax.Device]:
-    return jax.local_devices()[:8]  # more would mostly score padding
-
-
-@cache
-def _score_rows():
-    devices = _devices()
-    mesh = jax.make_mesh((len(devices),), ("rows",), (AxisType.Auto,), devices=devices)
-
-    def rows(params: model.Params, ids: jax.Array) -> jax.Array:
-        with jax.default_matmul_precision("highest"):  # float32 also where TF32 is the default
-            return -model.byte_losses(params, ids)[:, CONTEXT:].astype(jnp.float32)
-
-    return jax.jit(
-        jax.shard_map(
-            rows, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P("rows"), check_vma=False
-        )
-    )
+    The paper routes on these bytes and does not score them. A generator must choose before it has
+    them: see `inference.beginnings`. Routed on all 256, a byte would choose its own judges; that is
+    a bound, and no rule.
+    """
+    n = len(experts)
+    rules = {
+        "routed on nothing": (k, 0),
+        f"all {n} experts": (n, 0),
+        **{f"routed anew every {every} bytes": (k, every) for every in (128, 64, 16)},
+    }
+    sums = dict.fromkeys([*rules, "routed on all 256 bytes (not causal)"], 0.0)
+    for start in range(0, len(windows), _BEGINNINGS):
+        ids = windows.ids[start : start + _BEGINNINGS, :CONTEXT]
+        texts = [some.tobytes() for some in ids]
+        log_p = [
+            inference.beginnings(experts, router, texts, active, every)[:, :CONTEXT]
+            for active, every in rules.values()
+        ]
+        begun = np.pad(ids, ((0, 0), (1, 0)), constant_values=inference.START[0])
+        known = inference.log_probabilities(experts, begun, router.route(texts, k, CONTEXT))
+        for rule, values in zip(sums, [*log_p, inference.mixture(known)], strict=True):
+            sums[rule] -= values.sum(dtype=np.float64)
+    return {rule: total / (len(windows) * CONTEXT) for rule, total in sums.items()}

@@ -113,24 +113,44 @@ def load(path: Path) -> tuple[Config, list[expert.ExpertState], Router]:
     """
     workdir = Workdir(path)
     config = workdir.read_config()
+    experts = [newest_state(workdir.expert(i), config) for i in present(workdir, config)]
+    return config, experts, load_router(workdir, config)
+
+
+def newest_state(directory: Path, config: Config) -> expert.ExpertState:
+    """The newest whole state of an expert of a workdir.
+
+    Raises:
+      SomaError: none is whole.
+    """
     like = jax.eval_shape(
         lambda: expert.init_state(model.init(jax.random.key(0), config.expert_shape), config.expert)
     )
+    found = Checkpoints(directory / "checkpoints").newest(like)
+    if found is None:
+        raise SomaError(f"{directory} holds no checkpoint: train it first with launch/main.py")
+    return found[1]
+
+
+def load_router(workdir: Workdir, config: Config) -> Router:
+    """The router of a workdir among the experts that are `present`; others are named in a warning.
+
+    Raises:
+      SomaError: there is no router, or no expert.
+    """
     there = present(workdir, config)
     if not there:
         raise SomaError(
-            f"{path} holds no checkpoint of an expert: train it first with launch/main.py"
+            f"{workdir.path} holds no checkpoint of an expert: train it first with launch/main.py"
         )
     if absent := sorted(set(range(config.experts)) - set(there)):
         logging.warning(
             "%s: expert %s not trained yet; texts go to the other %d",
-            path,
+            workdir.path,
             ", ".join(map(str, absent)),
             len(there),
         )
-    found = [Checkpoints(workdir.expert(i) / "checkpoints").newest(like) for i in there]
-    router = Router.load(workdir.router).restricted(there)
-    return config, [state for _, state in filter(None, found)], router
+    return Router.load(workdir.router).restricted(there)
 
 
 def present(workdir: Workdir, config: Config) -> list[int]:

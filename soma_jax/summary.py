@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -59,10 +59,7 @@ def scores(
     }
     result["test"]["documents_also_in_training"] = len(screened)
     if trained.config.evaluation.wikitext:
-        (document,) = corpus.read_documents("wikitext103:test")
-        segments = windows.wikitext_segments(document.read())
-        scored = windows.strided(segments, drop_incomplete=True)
-        result["wikitext103_test"] = _text(trained, trigram, scored)
+        result["wikitext103_test"] = _text(trained, trigram, wikitext_windows())
     result["experts"] = _shards(trained, train)
     return result
 
@@ -74,9 +71,22 @@ def drawn_windows(
 
     Documents of the numbers in `screened` are left out.
     """
+    return windows_of(some.documents(), evaluation, screened)
+
+
+def windows_of(
+    documents: Iterable[windows.Text], evaluation: Evaluation, screened: Sequence[int]
+) -> windows.Windows:
+    """`drawn_windows` of documents that are no store."""
     left_out = set(screened)
-    documents = [d for i, d in enumerate(some.documents()) if i not in left_out]
-    return windows.one_per_document(documents, count=evaluation.documents, seed=evaluation.seed)
+    kept = [d for i, d in enumerate(documents) if i not in left_out]
+    return windows.one_per_document(kept, count=evaluation.documents, seed=evaluation.seed)
+
+
+def wikitext_windows() -> windows.Windows:
+    """Those of the packaged WikiText-103 test text (paper, section 4)."""
+    (document,) = corpus.read_documents("wikitext103:test")
+    return windows.strided(windows.wikitext_segments(document.read()), drop_incomplete=True)
 
 
 def _text(trained: Trained, trigram: baselines.NGram, scored: windows.Windows) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from soma_jax import evaluate, recipe, summary
+from soma_jax import inference, recipe, summary
 from soma_jax.data import store, windows
 from soma_jax.experiments import output, runs
 from soma_jax.files import read_json
@@ -54,10 +54,11 @@ def _pairs(workdir: Workdir) -> list[dict[str, Any]]:
         store.open_store(workdir.store("test")), config.evaluation, read_json(workdir.screened)
     )
     mask = windows.scored_mask(test.lengths)
-    log_p = [
-        evaluate.target_log_probabilities(e.params, test.ids)[mask].astype(np.float64)
-        for e in experts
-    ]
+    every = np.tile(np.arange(len(experts)), (len(test), 1))
+    log_p = inference.log_probabilities(
+        [e.params for e in experts], test.ids, every, windows.CONTEXT
+    )
+    log_p = log_p.swapaxes(0, 1)[:, mask].astype(np.float64)
     return [
         {"first": i, "second": j, **pair(log_p[i], log_p[j])}
         for i, j in itertools.combinations(range(len(experts)), 2)

@@ -124,6 +124,22 @@ class Router:
             for above in excess
         ]
 
+    def compact(self) -> "Router":
+        """A router that sends every text to the same experts with N numbers for a word, not dim.
+
+        A text's direction is only compared with the centroids. Its length before it is normalised
+        does not change which is nearest, so the products of words and centroids are all it takes.
+        Its features are no longer those that the clusters were fitted on.
+        """
+        if self.n_experts >= len(self.text_features.mean):
+            return self
+        features = dataclasses.replace(
+            self.text_features,
+            components=np.ascontiguousarray(self.text_features.components @ self.centroids.T),
+            mean=self.centroids @ self.text_features.mean,
+        )
+        return Router(features, np.eye(self.n_experts, dtype=np.float32))
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides where a text goes, as hexadecimal digits."""

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 
@@ -22,7 +24,12 @@ def test_equal_seeds_print_equal_texts_that_any_terminal_can_show(launch, workdi
         *arguments,
         "--prompt=-",
         input=prompt.encode(errors="surrogateescape"),
-        env={"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "ascii"},
+        env={
+            "PATH": "",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONIOENCODING": "ascii",
+        },
     )
     assert piped.returncode == 0, piped.stderr
     escaped = shown.encode("ascii", "backslashreplace")
