@@ -1,41 +1,53 @@
-"""Checkpoints: one file for a state, in numpy's own format, and nothing else knows about it.
+"""Checkpoints: Orbax, and nothing else knows about it.
 
-An ensemble saves as many states as it has experts, so a checkpoint is one write and one rename. It
-carries a digest of its content: a flipped byte, a truncated file or a changed dtype is found on
-restore, and the one before it is used. Nothing in it can run code: there are only plain arrays.
+A checkpoint carries a digest of its content, so that a flipped byte, a truncated file or a changed
+dtype is found on restore, and the one before it is used. It holds arrays and JSON alone: nothing in
+it can run code.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import math
-from collections.abc import Mapping
+import shutil
+import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from absl import logging
 
 from soma_jax.errors import SomaError
-from soma_jax.files import write_bytes
+from soma_jax.files import read_json
 
 PyTree = Any
-_WIDTH = 8  # digits of an update in a file's name, so that names sort
-_DIGEST, _LOSS = "sha256", "loss"  # beside the arrays, whose names begin with . or [
+_WIDTH = 8  # digits of a step's directory, so that names sort
 
 
-def _named(tree: PyTree) -> dict[str, Any]:
-    return {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+def _digest(tree: PyTree) -> str:
     result = hashlib.sha256()
-    for name, array in arrays.items():
-        result.update(f"{name}{array.dtype.str}{array.shape}".encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        array = np.asarray(leaf)
+        result.update(f"{jax.tree_util.keystr(path)}{array.dtype.str}{array.shape}".encode())
         result.update(np.ascontiguousarray(array).tobytes())
     return result.hexdigest()
+
+
+@cache
+def _orbax() -> ocp.Checkpointer:
+    """Saves and restores for this process alone: Orbax's own would wait for all of a job's."""
+    here, alone = jax.process_index(), jax.process_count() == 1
+    return ocp.Checkpointer(
+        ocp.CompositeCheckpointHandler(),
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+            primary_host=here,
+            active_processes=None if alone else {here},
+            barrier_sync_key_prefix=None if alone else f"process_{here}",
+        ),
+    )
 
 
 class Checkpoints:
@@ -45,12 +57,14 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int = 2):
-        self._directory = Path(directory).absolute()
+        self._directory = Path(directory).absolute()  # Orbax fails late on a relative path
         self._keep = keep
 
     def steps(self) -> list[int]:
         """Updates of which there is a checkpoint, whole or not, the oldest first."""
-        return sorted(int(p.stem) for p in self._directory.glob("*.npz") if p.stem.isdigit())
+        if not self._directory.is_dir():
+            return []
+        return sorted(int(p.name) for p in self._directory.iterdir() if p.name.isdigit())
 
     def save(self, step: int, state: PyTree, loss: float = math.nan) -> None:
         """Saves a state of arrays, then deletes what is older than the newest `keep`, except the
@@ -60,22 +74,28 @@ class Checkpoints:
           SomaError: when it cannot be written, or there is one of this update already; what is
             there is then untouched.
         """
-        target = self._path(step)
-        if target.exists():
-            raise SomaError(f"{target} exists already: a checkpoint is not saved over")
-        arrays: dict[str, Any] = {
-            name: np.asarray(x) for name, x in _named(jax.device_get(state)).items()
-        }
-        content = io.BytesIO()
-        about = {_DIGEST: np.array(_digest(arrays)), _LOSS: np.array(loss)}
-        np.savez(content, allow_pickle=False, **arrays | about)
-        write_bytes(target, content.getvalue())
-        for leftover in self._directory.glob(".*.npz.tmp"):
-            leftover.unlink(missing_ok=True)  # of a save that was killed
+        state = jax.tree.map(np.asarray, jax.device_get(state))
+        about = {"sha256": _digest(state), "loss": loss if math.isfinite(loss) else None}
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(leftover)  # of a save that was killed
+            _orbax().save(
+                self._path(step),
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about)
+                ),
+            )
+        except Exception as error:  # a full disk comes as OSError, ValueError, XlaRuntimeError
+            raise SomaError(
+                f"cannot save update {step} under {self._directory}: {_first_line(error)}. Make "
+                "room (or mend the permissions) and run the same command again: it goes on from "
+                "the last complete checkpoint"
+            ) from error
         steps = self.steps()
         best = min(reversed(steps), key=self._loss)
         for old in set(steps[: -self._keep]) - {best}:
-            self._path(old).unlink(missing_ok=True)
+            shutil.rmtree(self._path(old), ignore_errors=True)
 
     def restore(self, step: int, like: PyTree) -> PyTree:
         """The state saved at an update, as numpy arrays in the structure of `like`.
@@ -83,25 +103,30 @@ class Checkpoints:
         Raises:
           SomaError: when it is damaged, or of another shape than `like`.
         """
-        path, wanted = self._path(step), _named(like)
+        target = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
         try:
-            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-            digest, _ = str(arrays.pop(_DIGEST)), arrays.pop(_LOSS)
-        except Exception as error:  # whatever damage makes of the readers of zip and of arrays
-            raise SomaError(f"{path} cannot be read: {_first_line(error)}") from error
-        if _digest(arrays) != digest:
-            raise SomaError(f"{path} is damaged: its content is not what was saved")
-        for name in wanted | arrays:
-            want, got = (
-                f"{tree[name].dtype}{tree[name].shape}" if name in tree else "nothing"
-                for tree in (wanted, arrays)
-            )
-            if want != got:
-                raise SomaError(
-                    f"{path}: {name} is {got}, and {want} is wanted: it is of another model"
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # damage is reported below, once
+                found = _orbax().restore(
+                    self._path(step),
+                    args=ocp.args.Composite(
+                        state=ocp.args.StandardRestore(target), about=ocp.args.JsonRestore()
+                    ),
                 )
-        return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
+            state, digest = found.state, found.about["sha256"]
+        except Exception as error:  # whatever a damaged file makes of the readers below Orbax
+            raise SomaError(f"{self._path(step)} cannot be read: {_first_line(error)}") from error
+        if _digest(state) != digest:
+            raise SomaError(f"{self._path(step)} is damaged: its content is not what was saved")
+        for (path, want), got in zip(
+            jax.tree_util.tree_leaves_with_path(like), jax.tree.leaves(state), strict=True
+        ):
+            if (want.shape, want.dtype) != (got.shape, got.dtype):
+                raise SomaError(
+                    f"{self._path(step)}{jax.tree_util.keystr(path)} is {got.dtype}{got.shape}, "
+                    f"and {want.dtype}{want.shape} is wanted: it is of another model"
+                )
+        return state
 
     def newest(self, like: PyTree, at_most: int | None = None) -> tuple[int, PyTree] | None:
         """The newest whole checkpoint (of update `at_most` or before), or None if none was saved.
@@ -131,19 +156,18 @@ class Checkpoints:
         """Deletes the checkpoints of later updates."""
         for later in self.steps():
             if later > step:
-                self._path(later).unlink(missing_ok=True)
+                shutil.rmtree(self._path(later), ignore_errors=True)
 
     def _loss(self, step: int) -> float:
-        """What was saved with a checkpoint; infinite when it is not finite or cannot be read."""
+        """What was saved with a checkpoint; infinite when it was not finite or cannot be read."""
         try:
-            with self._path(step).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-                loss = float(file[_LOSS])
-        except Exception:  # as in `restore`
+            loss = read_json(self._path(step) / "about" / "metadata")["loss"]
+        except Exception:  # damaged; `restore` says so
             return math.inf
-        return loss if math.isfinite(loss) else math.inf
+        return math.inf if loss is None else float(loss)
 
     def _path(self, step: int) -> Path:
-        return self._directory / f"{step:0{_WIDTH}d}.npz"
+        return self._directory / f"{step:0{_WIDTH}d}"
 
 
 def _first_line(error: Exception) -> str:

@@ -24,7 +24,7 @@ def run(main: Callable[[], None]) -> None:
     stopped by signal n.
     """
     logging.use_absl_handler()
-    logging.set_verbosity(logging.WARNING)
+    logging.set_verbosity(logging.WARNING)  # Orbax tells every file it writes at INFO
     try:
         app.run(lambda argv: _checked(main, argv), flags_parser=_parse)
     except SomaError as error:

@@ -1,12 +1,14 @@
 """Checkpoints: complete, found damaged when they are, and never silently lost."""
 
+import json
 import math
-import os
+import shutil
 
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import strategies as st
 
@@ -27,6 +29,10 @@ def assert_same(left, right):
     for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         assert np.asarray(a).dtype == np.asarray(b).dtype
         np.testing.assert_array_equal(a, b)
+
+
+def largest_file(directory):
+    return max((p for p in directory.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path, state):
@@ -67,26 +73,33 @@ def test_later_checkpoints_can_be_dropped(tmp_path, state):
     assert checkpoints.steps() == [1]
 
 
-def truncate(file):
+def truncate(step):
+    file = largest_file(step)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def flip_a_bit(file):
+def flip_a_bit(step):
+    file = largest_file(step)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def empty(file):
-    file.write_bytes(b"")
+def empty(step):
+    shutil.rmtree(step)
+    step.mkdir()
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, empty])
+def lose_a_file(step):
+    largest_file(step).unlink()
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, empty, lose_a_file])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, state, damage, caplog):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state)
     checkpoints.save(2, state.replace(update=jnp.int32(2)))
-    damage(tmp_path / "00000002.npz")
+    damage(tmp_path / "00000002")
     step, restored = checkpoints.newest(state)
     assert step == 1
     assert_same(restored, state)
@@ -98,7 +111,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, state, damag
 def test_when_none_is_whole_nothing_starts_from_zero(tmp_path, state):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state)
-    truncate(tmp_path / "00000001.npz")
+    truncate(tmp_path / "00000001")
     with pytest.raises(SomaError, match="none of the checkpoints"):
         checkpoints.newest(state)
 
@@ -118,21 +131,15 @@ def test_a_failed_save_says_so_and_leaves_the_earlier_one(tmp_path, state, monke
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state)
 
-    def full(*args):
+    def full(*args, **kwargs):
+        (tmp_path / "00000002.orbax-checkpoint-tmp").mkdir()  # as a save that got half way
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(ocp.Checkpointer, "save", full)
         with pytest.raises(SomaError, match="No space left on device"):
             checkpoints.save(2, state)
-    assert [p.name for p in tmp_path.iterdir()] == ["00000001.npz"]
     assert checkpoints.newest(state)[0] == 1
-
-
-def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path, state):
-    (tmp_path / ".00000001.npz.tmp").write_bytes(b"half")
-    Checkpoints(tmp_path).save(2, state)
-    assert [p.name for p in tmp_path.iterdir()] == ["00000002.npz"]
 
 
 def test_the_best_finite_one_is_kept_beside_the_newest(tmp_path, state):
@@ -142,15 +149,9 @@ def test_the_best_finite_one_is_kept_beside_the_newest(tmp_path, state):
         checkpoints.save(step, state, loss)
         kept.append(checkpoints.steps())
     assert kept[3:] == [[2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7], [6, 7, 8]]
-    truncate(tmp_path / "00000006.npz")  # a damaged one is no best one
+    (tmp_path / "00000006" / "about" / "metadata").write_bytes(b"{")  # a damaged one is no best one
     checkpoints.save(9, state, 5.0)
     assert checkpoints.steps() == [8, 9]
-
-
-def test_it_is_a_file_that_any_numpy_reads(tmp_path, state):
-    Checkpoints(tmp_path).save(1, state)
-    with np.load(tmp_path / "00000001.npz", allow_pickle=False) as file:
-        np.testing.assert_array_equal(file[".params['head']"], state.params["head"])
 
 
 @pytest.fixture(scope="module")
@@ -158,14 +159,19 @@ def saved(tmp_path_factory):
     small = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.int32(4)}
     directory = tmp_path_factory.mktemp("saved")
     Checkpoints(directory).save(1, small)
-    return directory, small, (directory / "00000001.npz").read_bytes()
+    files = sorted(p for p in directory.rglob("*") if p.is_file())
+    return directory, small, {path: path.read_bytes() for path in files}
 
 
+# Where reading fails in several places at once, some report to an event loop that Orbax has closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=400, deadline=None)
+@hypothesis.settings(max_examples=200, deadline=None)
 def test_a_damaged_file_is_refused_or_gives_what_was_saved(saved, data):
-    """Any bit of the file flipped, any end cut off, any part overwritten."""
-    directory, small, content = saved
+    """Any bit of any file flipped, any end cut off, any part overwritten."""
+    directory, small, files = saved
+    path = data.draw(st.sampled_from([path for path, content in files.items() if content]))
+    content = files[path]
     start = data.draw(st.integers(0, len(content) - 1))
     damaged = data.draw(
         st.one_of(
@@ -180,43 +186,20 @@ def test_a_damaged_file_is_refused_or_gives_what_was_saved(saved, data):
             ),
         )
     )
-    (directory / "00000001.npz").write_bytes(damaged)
+    path.write_bytes(damaged)
     try:
         restored = Checkpoints(directory).restore(1, small)
     except SomaError:
         return
+    finally:
+        path.write_bytes(content)
     assert_same(restored, small)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda arrays: arrays | {"['b']": arrays["['b']"] + 1},
-        lambda arrays: arrays | {"['a']": arrays["['a']"].T},
-        lambda arrays: arrays | {"['c']": arrays["['b']"]},
-    ],
-)
-def test_a_whole_file_with_other_arrays_is_refused(saved, tmp_path, change):
-    _, small, content = saved
-    (tmp_path / "00000001.npz").write_bytes(content)
-    with np.load(tmp_path / "00000001.npz") as file:
-        arrays = dict(file)
-    np.savez(tmp_path / "00000001.npz", **change(arrays))
+def test_a_whole_checkpoint_with_another_digest_is_refused(saved, tmp_path):
+    directory, small, _ = saved
+    shutil.copytree(directory / "00000001", tmp_path / "00000001")
+    about = tmp_path / "00000001" / "about" / "metadata"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"sha256": "0" * 64}))
     with pytest.raises(SomaError, match="its content is not what was saved"):
         Checkpoints(tmp_path).restore(1, small)
-
-
-def test_a_pickle_in_a_checkpoint_is_not_opened(tmp_path, state):
-    class Bomb:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "exploded"),)
-
-    Checkpoints(tmp_path).save(1, state)
-    path = tmp_path / "00000001.npz"
-    with np.load(path) as file:
-        arrays = dict(file)
-    arrays[".params['head']"] = np.array([Bomb()], object)
-    np.savez(path, **arrays)
-    with pytest.raises(SomaError, match="allow_pickle"):
-        Checkpoints(tmp_path).restore(1, state)
-    assert not (tmp_path / "exploded").exists()

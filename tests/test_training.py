@@ -170,8 +170,8 @@ def test_a_damaged_newest_checkpoint_costs_an_update_not_the_run(
     trainees[0].stream.at = {7: cut}
     with pytest.raises(PowerCut):
         train(trainees)
-    newest = trainees[index].directory / "checkpoints" / "00000007.npz"
-    newest.write_bytes(newest.read_bytes()[:1000])
+    newest = trainees[index].directory / "checkpoints" / "00000007"
+    shutil.rmtree(newest / "state")
     trainees[0].stream.at = dict.fromkeys(range(6), cut)  # it must not start before update 6
     check_against(undisturbed, trainees, train(trainees))
     assert str(newest) in caplog.text
@@ -182,7 +182,7 @@ def test_with_no_whole_checkpoint_it_refuses(tmp_path):
     trainees[0].stream.at = {1: cut}
     with pytest.raises(PowerCut):
         train(trainees)
-    (trainees[1].directory / "checkpoints" / "00000001.npz").write_bytes(b"")
+    shutil.rmtree(trainees[1].directory / "checkpoints" / "00000001" / "state")
     with pytest.raises(SomaError, match="none of the checkpoints"):
         train(trainees)
 
@@ -227,7 +227,7 @@ def test_an_expert_far_behind_the_others_is_left_to_the_user(tmp_path):
     healthy, damaged = (Checkpoints(t.directory / "checkpoints") for t in trainees)
     steps = healthy.steps()
     for path in (trainees[1].directory / "checkpoints").iterdir():
-        path.write_bytes(b"")
+        shutil.rmtree(path / "state")
     damaged.save(1, trainees[1].start)
     with pytest.raises(SomaError, match=r"001 has no whole checkpoint.*config\.run\.only"):
         train(trainees)

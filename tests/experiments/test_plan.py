@@ -97,7 +97,7 @@ def test_the_time_of_an_update_is_that_of_the_run(finished):
 @pytest.mark.slow
 def test_killed_it_goes_on_to_the_same_curves(finished, base, tmp_path):
     toy, expected = launched(tmp_path, base), finished.result()
-    code, output = toy.stop(signal.SIGKILL, "runs/n-2-n-4-b-4/3/experts/000/checkpoints/0*2.npz", 1)
+    code, output = toy.stop(signal.SIGKILL, "runs/n-2-n-4-b-4/3/experts/000/checkpoints/0*2", 1)
     assert code == -signal.SIGKILL, output
     code, output = toy.run()
     assert code == 0, output
