@@ -160,23 +160,23 @@ def train(
                 if where.steps()[-1:] != [done]:
                     where.save(done, state, loss)
 
-        if mesh.shape["probe"] > 1:
-            batch = compiled.place_batch(_batch(trainees, done, stage))
-            size = compiled.exchanged_bytes(on_device, batch, keys)
-            console.print(
-                f"{name}: {mesh.shape['probe']} devices share the directions of an expert; each "
-                f"sends {size:,} bytes an update"
-            )
         work = len(trainees) * stage.byte_forwards_per_update
         progress = stack.enter_context(StageProgress(name, stage.updates, done, work))
         # Whitening calls LAPACK, whose own threads would wait for cores that are all in use.
         stack.enter_context(threadpool_limits(1, "blas"))
         stack.enter_context(interruptions.postponed())
         seconds_before, started = metrics[0].seconds if metrics else 0.0, time.monotonic()
-        last_save = started
+        last_save, told = started, False
         failed = distributed.fetch(on_device.failed)
         while done < stage.updates and (failed < 0).any():
             batch = compiled.place_batch(_batch(trainees, done, stage))
+            if mesh.shape["probe"] > 1 and not told:
+                told = True
+                size = compiled.exchanged_bytes(on_device, batch, keys)
+                console.print(
+                    f"{name}: {mesh.shape['probe']} devices share the directions of an expert; "
+                    f"each sends {size:,} bytes an update"
+                )
             on_device, losses = compiled.update(on_device, batch, keys)
             done += 1
 

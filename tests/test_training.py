@@ -224,11 +224,11 @@ def test_an_expert_far_behind_the_others_is_left_to_the_user(tmp_path):
     trainees[0].stream.at = {7: cut}
     with pytest.raises(PowerCut):
         train(trainees)
-    healthy, damaged = (Checkpoints(t.directory / "checkpoints") for t in trainees)
+    healthy = Checkpoints(trainees[0].directory / "checkpoints")
     steps = healthy.steps()
     for path in (trainees[1].directory / "checkpoints").iterdir():
         shutil.rmtree(path / "state")
-    damaged.save(1, trainees[1].start)
+    Checkpoints(trainees[1].directory / "checkpoints", keep=9).save(1, trainees[1].start)
     with pytest.raises(SomaError, match=r"001 has no whole checkpoint.*config\.run\.only"):
         train(trainees)
     assert healthy.steps() == steps
