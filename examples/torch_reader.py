@@ -2,8 +2,9 @@
 
 python examples/torch_reader.py --directory=exported --text="The people of the United States"
 
-prints the most probable next byte under the mean of all its experts. An expert is a file of float32
-tensors, named as in soma_jax/model.py (matrices are [inputs, outputs]); config.json has its shape.
+prints the most probable next byte under the mean of all its experts. It needs torch and safetensors
+and nothing else. An expert is a file of float32 tensors, named as in soma_jax/model.py (matrices
+are [inputs, outputs]); config.json has its shape.
 """
 
 import argparse
