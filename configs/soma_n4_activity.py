@@ -16,14 +16,15 @@ def get_config():
         stage.estimator = "feedback"
         stage.parameters = "all"
         stage.head_sequences = 0  # the readout's gradient comes with the estimate
-        stage.sequences = 32
-        stage.n_pert = 4
+        stage.sequences = 64
+        stage.n_pert = 8
         stage.window = 64
         stage.credit = 8
         stage.eps = 0.1
-        stage.learning_rate = 1e-2
         stage.decay_to = 0.02
         stage.weight_decay = 0.0
-    config.seed.updates = 1300
-    config.expert.updates = 650
+    config.seed.learning_rate = 1e-2
+    config.seed.updates = 4000
+    config.expert.learning_rate = 5e-3
+    config.expert.updates = 3000
     return config
