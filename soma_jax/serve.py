@@ -89,15 +89,16 @@ def application(ens: Pretrained, hosts: list[str]) -> Starlette:
 
         def pieces() -> Iterator[str]:
             decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+            until = time.monotonic() + SECONDS
             try:
-                with alone():
-                    until = time.monotonic() + SECONDS
-                    for byte in drawn:
-                        yield decoder.decode(byte)
-                        if time.monotonic() > until:
-                            yield f" [stopped after {SECONDS:g} seconds]"
-                            return
-                yield decoder.decode(b"", final=True)
+                while time.monotonic() < until:
+                    with alone():  # for a byte at a time: a reader that stalls holds nobody up
+                        byte = next(drawn, None)
+                    if byte is None:
+                        yield decoder.decode(b"", final=True)
+                        return
+                    yield decoder.decode(byte)
+                yield f" [stopped after {SECONDS:g} seconds]"
             except SomaError as error:  # the answer has begun: its status cannot say so any more
                 yield f"[{error}]"
 

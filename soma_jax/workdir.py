@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import ml_collections
 
 from soma_jax import distributed
-from soma_jax.config import Config, Run, resolve
+from soma_jax.config import Config, resolve
 from soma_jax.errors import SomaError
 from soma_jax.files import naming_the_disk, read_json, write_json
 from soma_jax.progress import console
@@ -121,7 +121,7 @@ class Workdir:
         """
         if not self.config.exists():
             return
-        changed = _differences(read_json(self.config), dataclasses.asdict(config), "config")
+        changed = _differences(self._recorded(), dataclasses.asdict(config), "config")
         if changed := [c for c in changed if not c.startswith("config.run.")]:
             raise SomaError(
                 f"{self.path} was started with another config: {'; '.join(changed)}. Use the same "
@@ -156,9 +156,18 @@ class Workdir:
         """
         if not self.config.exists():
             raise SomaError(f"{self.path} is not a workdir: it has no config.json")
-        values = read_json(self.config)
-        values["run"] = dataclasses.asdict(Run()) | values["run"]  # a later version may have more
-        return resolve(ml_collections.ConfigDict(values))
+        return resolve(ml_collections.ConfigDict(self._recorded()))
+
+    def _recorded(self) -> dict[str, Any]:
+        """config.json. What it lacks is of a later version than the run's, which did as the
+        defaults do."""
+        recorded = read_json(self.config)
+        return recorded | {
+            name: default | recorded.get(name, {})
+            if isinstance(default, dict)
+            else recorded.get(name, default)
+            for name, default in dataclasses.asdict(Config()).items()
+        }
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], path: str) -> list[str]:

@@ -1,11 +1,14 @@
 """Who may work in a workdir: another process holds a part of it, and is killed."""
 
+import dataclasses
+import json
 import subprocess
 import sys
 import threading
 
 import pytest
 
+from soma_jax.config import Config
 from soma_jax.errors import SomaError
 from soma_jax.workdir import SHARED, STAGES, Workdir
 
@@ -58,3 +61,18 @@ def test_what_all_need_is_made_by_one_while_the_others_wait(other, tmp_path, cap
         assert told.is_set()
         assert other.stdout.readline() == "left\n"
     assert "waiting for another job" in capsys.readouterr().out
+
+
+def test_a_config_of_an_earlier_version_did_as_the_defaults_do(tmp_path):
+    workdir = Workdir(tmp_path)
+    written = dataclasses.asdict(Config(experts=3))
+    del written["seed"]["credit"], written["run"]["only"], written["warm_start"]
+    workdir.config.write_text(json.dumps(written))
+    assert workdir.read_config() == Config(experts=3)
+    workdir.check(Config(experts=3))
+    with pytest.raises(SomaError, match="config.experts was 3, now 2"):
+        workdir.check(Config(experts=2))
+    for strange in (written | {"colour": 1}, written | {"seed": written["seed"] | {"colour": 1}}):
+        workdir.config.write_text(json.dumps(strange))
+        with pytest.raises(SomaError, match="colour is not a field"):
+            workdir.read_config()
