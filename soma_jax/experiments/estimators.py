@@ -262,18 +262,21 @@ def _figure(result: dict[str, Any]) -> Any:
     figure, (cosine, operations, seconds) = figures.panels(15, 5, columns=3)
     names = list(dict.fromkeys(c["name"] for c in result["estimates"]))
     starts = list(dict.fromkeys(c["start"] for c in result["estimates"]))
-    for name, color in zip(names, figures.cycle(), strict=False):
+    of_rows = list(zip(result["rows"], figures.cycle(), strict=False))
+    for name in names:
+        # A line for each K and law, in the color of the first row of its family.
+        family = name.split(",")[0]
+        color = next((c for row, c in of_rows if row["name"].startswith(family)), "black")
         cosines = [
             np.mean(c["sites"]["all"]["cosine"]) for c in result["estimates"] if c["name"] == name
         ]
-        cosine.plot(range(len(starts)), cosines, "o-", color=color, label=name)
+        cosine.plot(range(len(starts)), cosines, "o-", color=color, ms=4)
     cosine.set_xticks(range(len(starts)), [f"{s:,}" for s in starts])
     cosine.set_xlabel("updates of backpropagation before")
     cosine.set_ylabel("cosine to the exact gradient")
-    cosine.set_ylim(0, 1)
-    cosine.legend(fontsize="x-small")
+    cosine.set_yscale("log")
     runs.draw_curves(operations, result["rows"])
-    for row, color in zip(result["rows"], figures.cycle(), strict=False):
+    for row, color in of_rows:
         spent = np.array([[x for x, _ in curve] for curve in row["curves"]])
         y = np.mean([[loss for _, loss in curve] for curve in row["curves"]], axis=0)
         # A run's rate is constant: its seconds are spread as its operations are.
