@@ -36,3 +36,11 @@ def test_the_table_is_that_of_the_default_run():
             assert figures == [f"{text[known[name]]:.3f}" for text in texts]
     assert summary["seconds"] < 10 * 60  # "under ten minutes"
     assert f"{summary['peak_rss_bytes'] / 2**30:.1f} GiB" in README.read_text("utf-8")
+
+
+def test_the_figure_of_perturbed_activities_is_that_of_its_run():
+    summary = json.loads((README.parent / "docs" / "activity_run" / "summary.json").read_text())
+    assert f"{summary['test']['ensemble']:.3f} nats/byte of the test text" in README.read_text(
+        "utf-8"
+    )
+    assert summary["seconds"] < 10 * 60
