@@ -70,7 +70,7 @@ def test_a_config_of_an_earlier_version_did_as_the_defaults_do(tmp_path):
     workdir.config.write_text(json.dumps(written))
     assert workdir.read_config() == Config(experts=3)
     workdir.check(Config(experts=3))
-    with pytest.raises(SomaError, match="config.experts was 3, now 2"):
+    with pytest.raises(SomaError, match=r"config\.experts was 3, now 2"):
         workdir.check(Config(experts=2))
     for strange in (written | {"colour": 1}, written | {"seed": written["seed"] | {"colour": 1}}):
         workdir.config.write_text(json.dumps(strange))
