@@ -17,13 +17,13 @@ def an_expert():
 
 
 def factors_of(params, ids, damping=DAMPING):
-    return whitening.factors(whitening.second_moments(model.forward(params, ids)[2]), damping)
+    return whitening.factors(whitening.second_moments(model.forward(params, ids).inputs), damping)
 
 
 def test_a_factor_is_a_root_of_the_inverse_of_the_damped_second_moment():
     params, ids = an_expert()
     factors = jax.jit(factors_of)(params, ids)
-    inputs = model.forward(params, ids)[2]
+    inputs = model.forward(params, ids).inputs
     leaves = jax.tree.leaves(params["body"])
     seen = iter(jax.tree.leaves(inputs))
     for p, factor in zip(leaves, jax.tree.leaves(factors), strict=True):
@@ -44,7 +44,7 @@ def test_whitened_inputs_count_alike():
     """A direction's effect on a matrix's output has one variance, whichever input it goes by."""
     params, ids = an_expert()
     factors = factors_of(params, ids, 1e-4)
-    x = np.asarray(model.forward(params, ids)[2]["blocks"][1]["mlp_out"]).reshape(-1, 32)
+    x = np.asarray(model.forward(params, ids).inputs["blocks"][1]["mlp_out"]).reshape(-1, 32)
     seen = x @ np.asarray(factors["blocks"][1]["mlp_out"], np.float64)
     values = np.linalg.eigvalsh(seen.T @ seen / len(seen))
     before = np.linalg.eigvalsh(x.T @ x / len(x))

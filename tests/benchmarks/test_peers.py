@@ -21,6 +21,9 @@ SECONDS = {"soma_jax": [1.0, 2.0, 4.0], "evosax": [4.0, 6.0, 20.0], "torch": [8.
 @pytest.fixture(scope="module")
 def peers():
     """The script as a module, its flags taken back: another script may define the same."""
+    others = {name: flags.FLAGS[name] for name in ("n_pert", "updates") if name in flags.FLAGS}
+    for name in others:
+        delattr(flags.FLAGS, name)
     before = set(flags.FLAGS)
     spec = importlib.util.spec_from_file_location("peers", SCRIPT)
     module = importlib.util.module_from_spec(spec)
@@ -28,6 +31,8 @@ def peers():
     spec.loader.exec_module(module)
     for name in set(flags.FLAGS) - before:
         delattr(flags.FLAGS, name)
+    for name, flag in others.items():
+        flags.FLAGS[name] = flag
     yield module
     del sys.modules["peers"]
 
