@@ -21,7 +21,7 @@ SECONDS = {"soma_jax": [1.0, 2.0, 4.0], "evosax": [4.0, 6.0, 20.0], "torch": [8.
 @pytest.fixture(scope="module")
 def peers():
     """The script as a module, its flags taken back: another script may define the same."""
-    others = {name: flags.FLAGS[name] for name in ("n_pert", "updates") if name in flags.FLAGS}
+    others = {flag.name: flag for flag in flags.FLAGS.flags_by_module_dict().get("scaling", [])}
     for name in others:
         delattr(flags.FLAGS, name)
     before = set(flags.FLAGS)
