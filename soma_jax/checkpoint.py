@@ -40,14 +40,13 @@ def _digest(tree: PyTree) -> str:
 def _orbax() -> ocp.Checkpointer:
     """Saves and restores for this process alone: Orbax's own would wait for all of a job's."""
     here, alone = jax.process_index(), jax.process_count() == 1
-    options = ocp.options.MultiprocessingOptions(
-        primary_host=here,
-        active_processes=None if alone else {here},
-        barrier_sync_key_prefix=None if alone else f"process_{here}",
-    )
-    return ocp.Checkpointer(  # both wait: the handler for its items, the checkpointer for all
-        ocp.CompositeCheckpointHandler(multiprocessing_options=options),
-        multiprocessing_options=options,
+    return ocp.Checkpointer(
+        ocp.CompositeCheckpointHandler(),
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+            primary_host=here,
+            active_processes=None if alone else {here},
+            barrier_sync_key_prefix=None if alone else f"process_{here}",
+        ),
     )
 
 
