@@ -40,14 +40,17 @@ def _digest(tree: PyTree) -> str:
 def _orbax() -> ocp.Checkpointer:
     """Saves and restores for this process alone: Orbax's own would wait for all of a job's."""
     here, alone = jax.process_index(), jax.process_count() == 1
-    return ocp.Checkpointer(
-        ocp.CompositeCheckpointHandler(),
-        multiprocessing_options=ocp.options.MultiprocessingOptions(
-            primary_host=here,
-            active_processes=None if alone else {here},
-            barrier_sync_key_prefix=None if alone else f"process_{here}",
-        ),
+    options = ocp.options.MultiprocessingOptions(
+        primary_host=here,
+        active_processes=None if alone else {here},
+        barrier_sync_key_prefix=None if alone else f"process_{here}",
     )
+    handler = ocp.CompositeCheckpointHandler(  # each part of it has a barrier of its own
+        composite_options=ocp.CompositeOptions(multiprocessing_options=options),
+        state=ocp.StandardCheckpointHandler(multiprocessing_options=options),
+        about=ocp.JsonCheckpointHandler(multiprocessing_options=options),
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=options)
 
 
 class Checkpoints:

@@ -130,7 +130,8 @@ class Router:
         A text's direction is only compared with the centroids. Its length before it is normalised
         does not change which is nearest, so the products of words and centroids are all it takes.
         They are rounded to half precision, which halves the file: experts whose products with a
-        text of length 1 differ by less than 2^-10 may change places. Its features are no longer those that the clusters were fitted on.
+        text of length 1 differ by less than 2^-10 may change places. Its features are no longer
+        those that the clusters were fitted on.
         """
         if self.n_experts >= len(self.text_features.mean):
             return self
