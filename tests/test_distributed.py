@@ -119,7 +119,9 @@ def test_a_death_ends_the_others_and_fewer_processes_go_on(tmp_path):
     ]
     processes = start(2, *line, cluster="ompi")
     first = tmp_path / "run" / "experts" / "002" / "checkpoints"
+    deadline = time.monotonic() + 300
     while not list(first.glob("0*[0-9]")) and processes[1].poll() is None:
+        assert time.monotonic() < deadline, "no checkpoint after five minutes"
         time.sleep(0.01)
     processes[1].kill()
     killed = time.monotonic()

@@ -1,28 +1,17 @@
 """benchmarks/inference.py: its requests, and what it makes of its times."""
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from absl import flags
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "inference.py"
+from scripts import BENCHMARKS, load_script
 
 
 @pytest.fixture(scope="module")
 def benchmark():
-    """The script as a module, its flags taken back: another script may define the same."""
-    before = set(flags.FLAGS)
-    spec = importlib.util.spec_from_file_location("inference_benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for name in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, name)
-    return module
+    return load_script("inference")
 
 
 def test_rates_shares_and_ratios_are_those_of_the_turns(benchmark, monkeypatch):
@@ -60,7 +49,13 @@ def test_requests_are_whole_windows_of_the_text(benchmark):
 
 @pytest.mark.slow
 def test_a_turn_is_timed_in_a_process_and_bad_flags_are_one_line():
-    line = [sys.executable, str(SCRIPT), "--experts=256", "--requests=64", "--batches=1"]
+    line = [
+        sys.executable,
+        str(BENCHMARKS / "inference.py"),
+        "--experts=256",
+        "--requests=64",
+        "--batches=1",
+    ]
     done = subprocess.run([*line, "--json"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -1,6 +1,5 @@
 """benchmarks/peers.py: that all do the same work, and what it makes of their times."""
 
-import importlib.util
 import io
 import sys
 from pathlib import Path
@@ -9,31 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
 from rich.console import Console
+from scripts import BENCHMARKS, load_script
 
 from soma_jax import model
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "peers.py"
 SECONDS = {"soma_jax": [1.0, 2.0, 4.0], "evosax": [4.0, 6.0, 20.0], "torch": [8.0, 8.0, 8.0]}
 
 
 @pytest.fixture(scope="module")
 def peers():
-    """The script as a module, its flags taken back: another script may define the same."""
-    others = {flag.name: flag for flag in flags.FLAGS.flags_by_module_dict().get("scaling", [])}
-    for name in others:
-        delattr(flags.FLAGS, name)
-    before = set(flags.FLAGS)
-    spec = importlib.util.spec_from_file_location("peers", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["peers"] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    for name in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, name)
-    for name, flag in others.items():
-        flags.FLAGS[name] = flag
-    yield module
+    yield load_script("peers")
     del sys.modules["peers"]
 
 
@@ -177,7 +162,7 @@ def test_a_peer_that_fails_is_left_out_and_soma_jax_is_not(peers, work, turns, m
 
 def test_soma_jax_counts_what_the_peers_count(peers, work):
     line = peers.command("soma_jax", work, ["--probe=rank_one"])
-    assert Path(line[1]) == SCRIPT.with_name("train_step.py")
+    assert Path(line[1]) == BENCHMARKS / "train_step.py"
     assert {"--json", "--head_sequences=0", "--probe=rank_one", "--n_pert=50"} <= set(line)
     assert "--probe=rank_one" not in peers.command("torch", work, ["--probe=rank_one"])
 

@@ -7,16 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scripts import load_script
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import scaling  # noqa: E402
-
-
-@pytest.fixture(autouse=True, scope="module")
-def flags():
-    if not scaling.F.is_parsed():
-        scaling.F(["scaling.py"])
+scaling = load_script("scaling")
 
 
 @pytest.mark.parametrize("devices", [1, 10, 100])
