@@ -66,6 +66,8 @@ def test_a_compact_router_routes_alike_with_fewer_numbers():
     whole = Router.fit(texts, 4, seed=0, min_df=1, n_components=30)
     compact = whole.compact()
     assert compact.text_features.components.shape == (60, 4)
+    half = compact.text_features.components.astype(np.float16)
+    np.testing.assert_array_equal(half, compact.text_features.components)
     assert compact.top_terms(5) == whole.top_terms(5)
     similarities = -np.sort(-whole.similarities(texts), axis=1)
     # No tie but for rounding to half precision, 2^-11 of each of two products; a text's direction

@@ -96,7 +96,8 @@ def test_full_at_every_save_the_disk_costs_no_result(undisturbed, small_disk):
             break
         failures += 1
         assert code == 2, output
-        assert re.search("cannot (write|save)", output), output  # Orbax may print traces beside it
+        # One of ours; threads of Orbax and TensorStore print theirs before, beside and after it.
+        assert re.search("error: .*cannot (write|save) .*make room", output, re.IGNORECASE), output
     assert code == 0, output
     assert failures >= 4
     assert_same(outcome(disk / "run"), outcome(undisturbed[0]))
